@@ -1,0 +1,146 @@
+"""The whole contract of a drafter: a config, a model that holds weights only, and a session that holds a call's state."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ..draft import Commit, Context, Draft
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel as Target
+
+
+def base_module(module: nn.Module) -> nn.Module:
+    """The module beneath PEFT's wrappers, so that an adapter of the target never acts on a drafter that borrows it."""
+    while True:
+        inner = getattr(module, "base_layer", None) or getattr(module, "original_module", None)
+        if inner is None:
+            return module
+        module = inner
+
+
+class TargetView:
+    """What a drafter may know of the target: numbers, its embedding and its head. Never its class.
+
+    `embed` and `head` call the modules (a packed 4-bit layer has no float weight to read) and bypass LoRA layers.
+    """
+
+    def __init__(self, model: Target):
+        self.config = model.config.get_text_config()
+        self.vocab_size: int = self.config.vocab_size
+        self.hidden_size: int = getattr(self.config, "hidden_size", 0)
+        self.num_layers: int = getattr(self.config, "num_hidden_layers", 0)
+        self.device: torch.device = model.device
+        self.dtype: torch.dtype = model.dtype
+        self._embedding = model.get_input_embeddings()
+        self._head = model.get_output_embeddings()
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """[..., ] token ids -> [..., H] embeddings, as the target's own embedding module gives them."""
+        module = base_module(self._embedding)
+        return module(ids.to(_device_of(module, ids.device)))
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """[..., H] hidden states -> [..., V] logits by the target's output embedding (no soft-cap, no scaling)."""
+        module = base_module(self._head)
+        return module(hidden.to(_device_of(module, hidden.device)))
+
+
+def _device_of(module: nn.Module, default: torch.device) -> torch.device:
+    tensor = next(module.parameters(), None)
+    return default if tensor is None or tensor.device.type == "meta" else tensor.device
+
+
+class DrafterConfig(PreTrainedConfig):
+    """Fields every family has.
+
+    vocab_size: the TARGET's vocabulary; a reduced draft vocabulary has its own field.
+    num_assistant_tokens: how deep a draft goes when the caller does not say.
+    tree_nodes: nodes verified per round when the target accepts trees; 0 drafts chains.
+    policy: "auto" switches drafting off while it does not pay, "fixed" always drafts.
+    target_name: the target the drafter was made for, for messages.
+    """
+
+    vocab_size: int | None = None
+    num_assistant_tokens: int = 8
+    tree_nodes: int = 0
+    policy: str = "auto"
+    target_name: str | None = None
+
+    def __post_init__(self, **kwargs):
+        super().__post_init__(**kwargs)
+        if self.num_assistant_tokens < 1:
+            raise ValueError(f"num_assistant_tokens must be at least 1, got {self.num_assistant_tokens}")
+        if self.tree_nodes < 0:
+            raise ValueError(f"tree_nodes must not be negative, got {self.tree_nodes}; 0 drafts chains")
+        if self.policy not in ("auto", "fixed"):
+            raise ValueError(f"policy must be 'auto' or 'fixed', got {self.policy!r}")
+
+    @classmethod
+    def tiny(cls, **overrides) -> DrafterConfig:
+        """The smallest config that exercises every part of the family, for tests."""
+        raise NotImplementedError
+
+
+class Drafter(PreTrainedModel):
+    """A drafter. Subclasses hold weights only; everything a call changes lives in the session they start."""
+
+    config: DrafterConfig
+    base_model_prefix = ""
+    # Layers whose output the session wants as features, as zero-based layer ids; -1 is the embedding output.
+    feature_layers: tuple[int, ...] = ()
+    # Whether a draft costs so little (no network) that a policy may keep asking for one it will not verify.
+    is_free: bool = False
+
+    def check(self, view: TargetView) -> None:
+        """Raise ValueError, with cause and remedy, when this drafter cannot serve the target."""
+        vocab = self.config.vocab_size
+        if vocab is not None and abs(vocab - view.vocab_size) > max(vocab, view.vocab_size) // 2:
+            raise ValueError(
+                f"drafter was built for a vocabulary of {vocab} but the target has {view.vocab_size}; load the target "
+                f"named in drafter.config.target_name ({self.config.target_name})"
+            )
+        for layer in self.feature_layers:
+            if not -1 <= layer < view.num_layers:
+                raise ValueError(
+                    f"drafter reads the target's layer {layer}, but the target has layers 0 to {view.num_layers - 1}; "
+                    f"load the target named in drafter.config.target_name ({self.config.target_name})"
+                )
+
+    @classmethod
+    def dialect_of(cls, config: dict) -> str | None:
+        """The name of the published dialect that `config` (a config.json as a dict) is written in, None if not ours."""
+        return None
+
+    @classmethod
+    def from_dialect(cls, name_or_path, config: dict, **kwargs) -> Drafter:
+        """Load a checkpoint whose `dialect_of` is not None. Raises ValueError when anything in it is left unread."""
+        raise NotImplementedError
+
+    def start(self, view: TargetView, batch: int) -> Session:
+        """A session for `batch` rows. Its first `observe` brings the prompt."""
+        raise NotImplementedError
+
+
+class Session:
+    """The state of one call. Rows are those of the loop, in its order."""
+
+    def propose(self, context: Context) -> Draft:
+        """A draft for each row with `context.lengths[b] > 0` (others: no valid node).
+
+        May return fewer nodes than allowed, down to `Draft.empty`. Must not change what later calls propose beyond
+        caching: the loop may drop a draft unverified, or not ask for many rounds.
+        """
+        raise NotImplementedError
+
+    def observe(self, commit: Commit) -> None:
+        """Hear what was committed. Called after every target pass, whether or not a draft was made."""
+        raise NotImplementedError
+
+    def keep(self, rows: list[int]) -> None:
+        """Only these rows go on, in this order (finished rows leave the pass)."""
+        raise NotImplementedError
