@@ -91,6 +91,22 @@ class Draft:
 
 
 @dataclass
+class Block:
+    """A parallel drafter's raw output for the slots that draft, for correctors and editors.
+
+    logits: [B, S, K] unwarped.
+    ids: [K] target ids of the last dimension, None when they are the target's own.
+    hidden: [B, S, H] the states the logits were made from.
+    anchor: [B] the token the block continues.
+    """
+
+    logits: Tensor
+    ids: Tensor | None
+    hidden: Tensor
+    anchor: Tensor
+
+
+@dataclass
 class Verdict:
     """What the target decided about a draft.
 

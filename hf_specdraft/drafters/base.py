@@ -39,9 +39,14 @@ class TargetView:
         self._embedding = model.get_input_embeddings()
         self._head = model.get_output_embeddings()
 
-    def embed(self, ids: Tensor) -> Tensor:
-        """[..., ] token ids -> [..., H] embeddings, as the target's own embedding module gives them."""
+    def embed(self, ids: Tensor, skip_norm: bool = False) -> Tensor:
+        """[..., ] token ids -> [..., H] embeddings, as the target's own embedding module gives them.
+
+        skip_norm: leave out the module's `embed_norm`, where it has one (Muse targets): the bare table lookup.
+        """
         module = base_module(self._embedding)
+        if skip_norm and hasattr(module, "embed_norm"):
+            return torch.nn.Embedding.forward(module, ids.to(module.weight.device))
         return module(ids.to(_device_of(module, ids.device)))
 
     def head(self, hidden: Tensor) -> Tensor:

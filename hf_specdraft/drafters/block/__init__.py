@@ -1,0 +1,7 @@
+"""The DFlash lineage: one pass fills a block of masks, with the target's hidden states as context keys and values."""
+
+from .configuration_block import BlockConfig
+from .modeling_block import BlockDrafter
+from .session_block import BlockSession, ContextCache
+
+__all__ = ["BlockConfig", "BlockDrafter", "BlockSession", "ContextCache"]

@@ -1,0 +1,165 @@
+"""The one internal form of every DFlash dialect."""
+
+from __future__ import annotations
+
+from ..base import DrafterConfig
+
+# What the window of a "sliding_attention" layer hides (positions are absolute, W = sliding_window, i query, j key).
+SLIDING_RULES = {
+    "unbounded": "nothing (z-lab's reference, whose sdpa and eager paths ignore the window)",
+    "distance": "|i - j| > W (transformers)",
+    "anchor": "context before anchor - W, for every slot (speculators)",
+    "query": "j < i - (W - 1) (SpecForge training)",
+}
+# Types whose frequencies do not depend on the length: cached keys stay right.
+ROPE_TYPES = ("default", "linear", "yarn", "llama3")
+
+
+class BlockConfig(DrafterConfig):
+    """DFlash (2602.06036): a small block-diffusion drafter that reads the target's hidden states.
+
+    The network is Qwen3's (per-head q/k norms) with keys and values of the context in front of each layer's own.
+
+    block_size: B, the anchor slot and B - 1 masks, as trained. Drafts are cut from the full block: later masks
+        influence earlier slots.
+    anchor_drafts: whether slot k predicts the token at anchor + 1 + k (B drafts; DeepSpec) instead of the token at
+        anchor + k with slot 0 unused (B - 1 drafts; z-lab).
+    mask_token_id: fills the block's open slots.
+    target_layer_ids: zero-based target layers whose OUTPUT is read, in order; -1 is the embedding output.
+    target_hidden_size: the target's hidden size, None when it equals `hidden_size`.
+    num_target_layers: depth of the target the drafter was made for, None when the checkpoint does not say.
+    own_embeddings, own_head: whether the checkpoint holds them; otherwise the target's are used.
+    draft_vocab_size: rows of the drafter's own head when they are a subset of the target's vocabulary.
+    skip_embed_norm: whether a borrowed embedding's `embed_norm` (Muse targets) is left out, as transformers does.
+    layer_types: "full_attention" or "sliding_attention" per layer.
+    sliding_rule: what the window of sliding layers hides, a key of SLIDING_RULES.
+    sliding_causal: whether sliding layers are causal inside the block.
+    draft_sampling: when the request samples, draw the draft from the warped marginals (and verify by its exact law)
+        instead of taking the argmax.
+    """
+
+    model_type = "specdraft_block"
+
+    # Qwen3-4B's published drafter.
+    hidden_size: int = 2560
+    intermediate_size: int = 9728
+    num_hidden_layers: int = 5
+    num_attention_heads: int = 32
+    num_key_value_heads: int = 8
+    head_dim: int = 128
+    hidden_act: str = "silu"
+    rms_norm_eps: float = 1e-6
+    attention_bias: bool = False
+    max_position_embeddings: int = 40960
+    rope_parameters: dict | None = None
+    initializer_range: float = 0.02
+
+    block_size: int = 16
+    anchor_drafts: bool = False
+    mask_token_id: int = 0
+    target_layer_ids: list[int] | tuple[int, ...] = (1, 9, 17, 25, 33)
+    target_hidden_size: int | None = None
+    num_target_layers: int | None = None
+    own_embeddings: bool = False
+    own_head: bool = False
+    draft_vocab_size: int | None = None
+    skip_embed_norm: bool = False
+    layer_types: list[str] | None = None
+    sliding_window: int | None = None
+    sliding_rule: str = "distance"
+    sliding_causal: bool = False
+
+    # None: as many as the block gives.
+    num_assistant_tokens: int | None = None
+    draft_sampling: bool = True
+
+    def __post_init__(self, **kwargs):
+        if self.layer_types is None:
+            self.layer_types = ["full_attention"] * self.num_hidden_layers
+        self.target_layer_ids = list(self.target_layer_ids)
+        if self.target_hidden_size is None:
+            self.target_hidden_size = self.hidden_size
+        _require(self.num_drafts >= 1, f"block_size {self.block_size} leaves no slot to draft")
+        if self.num_assistant_tokens is None:
+            self.num_assistant_tokens = self.num_drafts
+        super().__post_init__(**kwargs)
+        _require(
+            self.num_assistant_tokens <= self.num_drafts,
+            f"num_assistant_tokens {self.num_assistant_tokens} is more than the {self.num_drafts} a block drafts",
+        )
+        _require(bool(self.target_layer_ids), "target_layer_ids is empty: the drafter would read nothing of the target")
+        _require(
+            len(self.layer_types) == self.num_hidden_layers
+            and set(self.layer_types) <= {"full_attention", "sliding_attention"},
+            f"layer_types {self.layer_types} must name full_attention or sliding_attention for each of the "
+            f"{self.num_hidden_layers} layers",
+        )
+        _require(
+            "sliding_attention" not in self.layer_types or bool(self.sliding_window),
+            "layer_types has sliding layers but sliding_window is not set",
+        )
+        _require(
+            self.sliding_rule in SLIDING_RULES,
+            f"sliding_rule must be one of {', '.join(SLIDING_RULES)}, got {self.sliding_rule!r}",
+        )
+        _require(
+            self.draft_vocab_size is None or self.own_head,
+            "a reduced draft vocabulary (draft_vocab_size) needs the drafter's own head (own_head=True)",
+        )
+        _require(
+            self.vocab_size is not None or not (self.own_embeddings or self.own_head),
+            "own embeddings or an own head need vocab_size",
+        )
+        _require(
+            not self.own_embeddings or 0 <= self.mask_token_id < self.vocab_size,
+            f"mask_token_id {self.mask_token_id} is outside the drafter's vocabulary of {self.vocab_size}",
+        )
+        _require(
+            self.rope_parameters["rope_type"] in ROPE_TYPES,
+            f"rope_type {self.rope_parameters['rope_type']!r} is not supported ({', '.join(ROPE_TYPES)} are): its "
+            "angles depend on the length, and the context's keys are cached",
+        )
+
+    @property
+    def num_drafts(self) -> int:
+        """Tokens one block drafts."""
+        return self.block_size - (not self.anchor_drafts)
+
+    @property
+    def first_slot(self) -> int:
+        """The slot that predicts the token after the anchor."""
+        return int(not self.anchor_drafts)
+
+    @property
+    def window_acts(self) -> bool:
+        """Whether sliding layers see less than full ones."""
+        return self.sliding_causal or self.sliding_rule != "unbounded"
+
+    @classmethod
+    def tiny(cls, **overrides) -> BlockConfig:
+        """Own embeddings, a reduced head, one sliding and one full layer; made for a target of four layers, hidden size
+        32 and 64 tokens."""
+        values = dict(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            max_position_embeddings=256,
+            block_size=4,
+            mask_token_id=63,
+            target_layer_ids=[-1, 1],
+            own_embeddings=True,
+            own_head=True,
+            draft_vocab_size=48,
+            layer_types=["sliding_attention", "full_attention"],
+            sliding_window=8,
+        )
+        return cls(**{**values, **overrides})
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)

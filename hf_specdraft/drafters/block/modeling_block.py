@@ -1,0 +1,270 @@
+"""The network of the block family. Weights only: context keys and values live in a session's ContextCache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding, rotate_half
+from transformers.utils import ModelOutput
+
+from .. import register
+from ..base import Drafter, TargetView
+from . import dialects
+from .configuration_block import BlockConfig
+from .session_block import BlockSession, ContextCache
+
+
+class BlockRotaryEmbedding(Qwen3RotaryEmbedding):
+    @staticmethod
+    def compute_default_rope_parameters(config: BlockConfig, **kwargs) -> tuple[Tensor, float]:
+        """Qwen3's frequencies over the first `partial_rotary_factor` of the head."""
+        width = int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
+        exponents = torch.arange(0, width, 2, dtype=torch.float) / width
+        return config.rope_parameters["rope_theta"] ** -exponents, 1.0
+
+
+def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """x [B, heads, T, head_dim] turned by (cos, sin) [B, T, R]; dimensions beyond R stay."""
+    cos, sin = (part.unsqueeze(1) for part in rope)
+    turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    return torch.cat((turned * cos + rotate_half(turned) * sin, rest), dim=-1)
+
+
+class BlockAttention(nn.Module):
+    def __init__(self, config: BlockConfig):
+        super().__init__()
+        self.head_dim = config.head_dim
+        width, kv_width = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+        self.q_proj = nn.Linear(config.hidden_size, width, bias=config.attention_bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=config.attention_bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=config.attention_bias)
+        self.o_proj = nn.Linear(width, config.hidden_size, bias=config.attention_bias)
+        self.q_norm = Qwen3RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = Qwen3RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+
+    def keys_values(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """[B, T, H] -> keys and values [B, kv heads, T, head_dim]."""
+        heads = (*x.shape[:-1], -1, self.head_dim)
+        keys = self.k_norm(self.k_proj(x).view(heads)).transpose(1, 2)
+        return rotate(keys, rope), self.v_proj(x).view(heads).transpose(1, 2)
+
+    def forward(self, x: Tensor, rope, past: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
+        queries = self.q_norm(self.q_proj(x).view(*x.shape[:-1], -1, self.head_dim)).transpose(1, 2)
+        keys, values = self.keys_values(x, rope)
+        if past is not None:
+            keys, values = torch.cat((past[0], keys), dim=2), torch.cat((past[1], values), dim=2)
+        out = F.scaled_dot_product_attention(rotate(queries, rope), keys, values, attn_mask=mask, enable_gqa=True)
+        return self.o_proj(out.transpose(1, 2).flatten(2))  # [B, S, H]
+
+
+class BlockLayer(nn.Module):
+    def __init__(self, config: BlockConfig):
+        super().__init__()
+        self.self_attn = BlockAttention(config)
+        self.mlp = Qwen3MLP(config)
+        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(self, x: Tensor, rope, past: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rope, past, mask)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+@dataclass
+class BlockOutput(ModelOutput):
+    """last_hidden_state: [B, S, H] after the final norm, all slots. logits: [B, S, K] of an own head, else None."""
+
+    last_hidden_state: Tensor | None = None
+    logits: Tensor | None = None
+
+
+def visible(config: BlockConfig, layer_type: str, block: Tensor, context: Tensor) -> Tensor:
+    """Which keys each slot sees: [B, 1, S, C + S] bool.
+
+    block: [B, S] positions of the slots, the anchor first. context: [B, C] positions of the context keys, -1 unused.
+    """
+    keys = torch.cat((context, block), dim=1)[:, None]  # [B, 1, C + S]
+    queries = block[:, :, None]  # [B, S, 1]
+    seen = (keys >= 0).expand(-1, block.shape[1], -1)
+    if layer_type == "sliding_attention":
+        if config.sliding_rule == "distance":
+            seen = seen & ((queries - keys).abs() <= config.sliding_window)
+        elif config.sliding_rule == "anchor":
+            seen = seen & (keys >= block[:, :1, None] - config.sliding_window)
+        elif config.sliding_rule == "query":
+            seen = seen & (keys > queries - config.sliding_window)
+        if config.sliding_causal:
+            seen = seen & (keys <= queries)
+    return seen[:, None]
+
+
+@register
+class BlockDrafter(Drafter):
+    """DFlash and its dialects (`dialects.py`) in one internal form."""
+
+    config_class = BlockConfig
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = False
+    _supports_sdpa = True
+    _no_split_modules = ["BlockLayer"]
+
+    def __init__(self, config: BlockConfig):
+        super().__init__(config)
+        self.feature_layers = tuple(config.target_layer_ids)
+        if config.own_embeddings:
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.fc = nn.Linear(len(config.target_layer_ids) * config.target_hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList(BlockLayer(config) for _ in range(config.num_hidden_layers))
+        self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = BlockRotaryEmbedding(config)
+        if config.own_head:
+            rows = config.draft_vocab_size or config.vocab_size
+            self.lm_head = nn.Linear(config.hidden_size, rows, bias=False)
+        # Target id of each row of a reduced head.
+        self.register_buffer(
+            "draft_ids", torch.arange(config.draft_vocab_size) if config.draft_vocab_size else None, persistent=True
+        )
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module | None:
+        return getattr(self, "embed_tokens", None)
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        return getattr(self, "lm_head", None)
+
+    def check(self, view: TargetView) -> None:
+        config, name = self.config, self.config.target_name
+        super().check(view)
+        remedy = f"load the target named in drafter.config.target_name ({name})"
+        if config.target_hidden_size != view.hidden_size:
+            raise ValueError(
+                f"drafter was built for hidden_size {config.target_hidden_size} but the target has {view.hidden_size}; "
+                f"{remedy}"
+            )
+        borrows = not (config.own_embeddings and config.own_head)
+        if borrows and config.hidden_size != view.hidden_size:
+            raise ValueError(
+                f"drafter of hidden_size {config.hidden_size} borrows the embedding or head of a target of hidden_size "
+                f"{view.hidden_size}; only a drafter with both of its own may differ in width"
+            )
+        if config.num_target_layers not in (None, view.num_layers):
+            raise ValueError(
+                f"drafter was built for a target of {config.num_target_layers} layers but the target has "
+                f"{view.num_layers}; {remedy}"
+            )
+        if view.num_layers - 1 in config.target_layer_ids:
+            raise ValueError(
+                f"drafter reads layer {view.num_layers - 1}, the target's last, whose output transformers only gives "
+                "after the final norm, not as it leaves the layer; use a drafter that reads earlier layers"
+            )
+        if not config.own_embeddings and not 0 <= config.mask_token_id < view.vocab_size:
+            raise ValueError(
+                f"mask_token_id {config.mask_token_id} has no row in the target's embedding of {view.vocab_size}; "
+                f"{remedy}"
+            )
+        if self.draft_ids is not None and int(self.draft_ids.max()) >= view.vocab_size:
+            raise ValueError(
+                f"drafter proposes token {int(self.draft_ids.max())} but the target's vocabulary is {view.vocab_size}; "
+                f"{remedy}"
+            )
+
+    def start(self, view: TargetView, batch: int) -> BlockSession:
+        return BlockSession(self, view, batch)
+
+    def embed(self, ids: Tensor, view: TargetView | None = None) -> Tensor:
+        """[B, S] block ids -> [B, S, H], by the own embedding or the target's."""
+        if not self.config.own_embeddings:
+            return view.embed(ids, skip_norm=self.config.skip_embed_norm).to(self.device, self.dtype)
+        # The target's vocabulary may be padded further: an id without a row is as good as unknown.
+        return self.embed_tokens(ids.where(ids < self.config.vocab_size, self.config.mask_token_id))
+
+    @classmethod
+    def dialect_of(cls, config: dict) -> str | None:
+        return dialects.dialect_of(config)
+
+    @classmethod
+    def from_dialect(cls, name_or_path, config: dict, **kwargs) -> BlockDrafter:
+        """`kwargs` as for from_pretrained; those that are BlockConfig fields (say sliding_rule) overrule the reader."""
+        fields = {
+            key: kwargs.pop(key) for key in list(kwargs) if key in BlockConfig.__dataclass_fields__ and key != "dtype"
+        }
+        values, state = dialects.read(name_or_path, config, fields, kwargs)
+        return cls.from_pretrained(None, config=BlockConfig(**values), state_dict=state, **kwargs)
+
+    @classmethod
+    def from_pretrained(cls, name_or_path, *args, **kwargs) -> BlockDrafter:
+        """As PreTrainedModel.from_pretrained, safetensors only, but what it would warn of is a ValueError.
+
+        Raises ValueError naming the tensors that are missing, left over, of a wrong shape, or not finite.
+        """
+        with_info = kwargs.pop("output_loading_info", False)
+        kwargs = {"use_safetensors": True, **kwargs, "output_loading_info": True}
+        model, info = super().from_pretrained(name_or_path, *args, **kwargs)
+        problems = [
+            f"{kind.removesuffix('_keys')}: {', '.join(sorted(map(str, info[kind])))}"
+            for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
+            if info[kind]
+        ]
+        problems += [
+            f"not finite: {name}"
+            for name, tensor in model.state_dict().items()
+            if tensor.is_floating_point() and not tensor.is_meta and not tensor.isfinite().all()
+        ]
+        if problems:
+            raise ValueError(
+                f"the checkpoint's tensors do not make the drafter its config describes ({'; '.join(problems)}); "
+                "a drafter loaded in part would draft noise, so get a complete copy of it"
+            )
+        return (model, info) if with_info else model
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        features: Tensor | None = None,
+        feature_positions: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: ContextCache | None = None,
+        attention_mask: dict[str, Tensor] | None = None,
+        inputs_embeds: Tensor | None = None,
+        counts: list[int] | None = None,
+    ) -> BlockOutput:
+        """One drafting pass.
+
+        input_ids: [B, S] anchor and masks, for a drafter with own embeddings; inputs_embeds: [B, S, H] instead.
+        features: [B, C, n*H] the target's hidden states of new context, or None; feature_positions: [B, C] their
+            positions, -1 for padding; counts: how many are real per row (host integers), None when all are.
+        position_ids: [B, S] positions of the block.
+        cache: earlier context. It is extended by `features`; without it the pass sees `features` alone.
+        attention_mask: layer type -> [B, 1, S, C + S] bool, for packed training; by default from the positions.
+        """
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        positions, is_ragged, context = x.new_zeros(x.shape[0], 0, dtype=torch.long), False, None
+        if features is not None:
+            context = self.hidden_norm(self.fc(features))
+            context_rope = self.rotary_emb(context, feature_positions.clamp(min=0))
+            positions, is_ragged = feature_positions, counts is not None and min(counts) < features.shape[1]
+            if cache is not None:
+                cache.extend(positions, [features.shape[1]] * len(x) if counts is None else counts)
+        if cache is not None and cache.positions is not None:
+            positions, is_ragged = cache.positions[:, : cache.length], min(cache.counts) < cache.length
+        if attention_mask is None:
+            attention_mask = {
+                layer_type: visible(self.config, layer_type, position_ids, positions)
+                if is_ragged or (layer_type == "sliding_attention" and self.config.window_acts)
+                else None
+                for layer_type in set(self.config.layer_types)
+            }
+        rope = self.rotary_emb(x, position_ids)
+        for index, layer in enumerate(self.layers):
+            past = None if context is None else layer.self_attn.keys_values(context, context_rope)
+            if cache is not None:
+                if past is not None:
+                    cache.write(index, *past)
+                past = cache.read(index) if cache.keys else None
+            x = layer(x, rope, past, attention_mask[self.config.layer_types[index]])
+        hidden = self.norm(x)
+        return BlockOutput(hidden, self.lm_head(hidden) if self.config.own_head else None)

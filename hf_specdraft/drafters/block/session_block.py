@@ -1,0 +1,193 @@
+"""One call of a block drafter: the context it has heard of, and the drafts it makes of it."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...draft import Block, Commit, Context, Draft, Features, Law
+from ...trees import from_marginals
+from ..base import Session, TargetView
+
+if TYPE_CHECKING:
+    from .modeling_block import BlockDrafter
+
+
+def ragged(counts: list[int]) -> tuple[Tensor, Tensor]:
+    """(row, column) indices on the CPU of the first `counts[b]` columns of each row b."""
+    columns = torch.arange(max(counts, default=0))
+    return (columns < torch.tensor(counts)[:, None]).nonzero(as_tuple=True)
+
+
+class ContextCache:
+    """Keys and values of the context: every row grows at its own end. The block's own are never stored.
+
+    keys, values: per layer [B, heads, capacity, head_dim], keys with their rotary angle; zeros where unused.
+    positions: [B, capacity] each key's position in its row, -1 where unused.
+    counts: keys per row (host integers).
+    """
+
+    def __init__(self, batch: int):
+        self.counts = [0] * batch
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self.positions: Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        return max(self.counts, default=0)
+
+    def extend(self, positions: Tensor, counts: list[int]) -> None:
+        """Make room for `counts[b]` more keys per row, at `positions` [B, C]; `write` then fills each layer."""
+        row, column = ragged(counts)
+        slot = column + torch.tensor(self.counts)[row]
+        self.counts = [old + new for old, new in zip(self.counts, counts)]
+        self._new = row.to(positions.device), column.to(positions.device), slot.to(positions.device)
+        if self.positions is None:
+            self.positions = positions.new_full((len(counts), 0), -1)
+        if self.length > self.positions.shape[1]:
+            # Doubling copies each key a constant number of times however long the answer grows.
+            room = max(self.length + 64, 2 * self.positions.shape[1]) - self.positions.shape[1]
+            self.positions = F.pad(self.positions, (0, room), value=-1)
+        row, column, slot = self._new
+        self.positions[row, slot] = positions[row, column]
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Put the new context's keys and values [B, heads, C, head_dim] behind each row's old ones."""
+        for store, new in ((self.keys, keys), (self.values, values)):
+            if layer == len(store):
+                store.append(new[:, :, :0])
+            room = self.positions.shape[1] - store[layer].shape[2]
+            if room:
+                store[layer] = F.pad(store[layer], (0, 0, 0, room))
+            row, column, slot = (index.to(new.device) for index in self._new)
+            store[layer][row, :, slot] = new[row, :, column]
+
+    def read(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self.keys[layer][:, :, : self.length], self.values[layer][:, :, : self.length]
+
+    def keep(self, rows: list[int]) -> None:
+        self.counts = [self.counts[row] for row in rows]
+        if self.positions is not None:
+            self.positions = self.positions[rows]
+        self.keys = [keys[rows] for keys in self.keys]
+        self.values = [values[rows] for values in self.values]
+
+
+class BlockSession(Session):
+    """Rows may differ in context and may pause: features wait in `pending` until the next draft reads them in one go.
+
+    A row whose features never came is drafted from its anchor alone: its drafts are poor, never wrong.
+    """
+
+    def __init__(self, drafter: BlockDrafter, view: TargetView, batch: int):
+        self.drafter = drafter
+        self.view = view
+        self.cache = ContextCache(batch)
+        self.pending: list[Features] = []
+
+    def observe(self, commit: Commit) -> None:
+        if commit.features is not None and any(commit.features.counts):
+            self.pending.append(commit.features)
+
+    def keep(self, rows: list[int]) -> None:
+        self.cache.keep(rows)
+        self.pending = [
+            Features(piece.hidden[rows], [piece.counts[row] for row in rows], [piece.start[row] for row in rows])
+            for piece in self.pending
+        ]
+
+    @torch.no_grad()
+    def propose(self, context: Context) -> Draft:
+        config = self.drafter.config
+        depth = min(max(context.lengths, default=0), config.num_drafts)
+        if depth < 1:
+            return Draft.empty(len(context.lengths), self.drafter.device)
+        lengths = [min(length, depth) for length in context.lengths]
+        logits, hidden = self._block(context)
+        logits, hidden = (x[:, config.first_slot :][:, :depth] for x in (logits, hidden))
+        evidence = Block(logits, self.drafter.draft_ids, hidden, context.anchor)
+        if context.tree and config.tree_nodes > 0:
+            log_probs = logits.log_softmax(-1, dtype=torch.float32)
+            tokens, parents, valid, score = from_marginals(log_probs, context.nodes, lengths)
+            confidence = score.exp().to(tokens.device, torch.float32)
+            return Draft(self._target_ids(tokens), parents, valid, confidence=confidence, evidence=evidence)
+        # The chance that the slots up to this one all hold: their largest marginals, known before any token is drawn.
+        confidence = (logits.amax(-1) - logits.logsumexp(-1)).float().cumsum(-1).exp()
+        law = None
+        if context.do_sample and config.draft_sampling:
+            tokens, law = self._draw(logits, context)
+        else:
+            tokens = self._target_ids(logits.argmax(-1))
+        return Draft.chain(tokens, lengths, law=law, confidence=confidence, confidence_kind="pre", evidence=evidence)
+
+    def _block(self, context: Context) -> tuple[Tensor, Tensor]:
+        """logits [B, S, K] and hidden [B, S, H] of one pass over the whole block as trained."""
+        drafter, config = self.drafter, self.drafter.config
+        ids = torch.full((len(context.lengths), config.block_size), config.mask_token_id, device=drafter.device)
+        ids[:, 0] = context.anchor
+        start = torch.tensor(context.position, device=drafter.device)
+        out = drafter(
+            inputs_embeds=drafter.embed(ids, self.view),
+            position_ids=start[:, None] + torch.arange(config.block_size, device=drafter.device),
+            cache=self.cache,
+            **self._take_pending(),
+        )
+        logits = out.logits
+        if logits is None:
+            logits = self.view.head(out.last_hidden_state.to(self.view.dtype))
+        if drafter.draft_ids is None:
+            logits = logits[..., : self.view.vocab_size]  # rows the target does not have are padding
+        return logits, out.last_hidden_state
+
+    def _take_pending(self) -> dict:
+        """The waiting features as one left-justified piece (arguments of `forward`), which are then known."""
+        if not self.pending:
+            return {}
+        pieces, self.pending = self.pending, []
+        counts = [sum(row) for row in zip(*(piece.counts for piece in pieces))]
+        positions = torch.full((len(counts), max(counts)), -1)
+        hidden = pieces[0].hidden[:, : max(counts)]
+        if len(pieces) > 1:
+            hidden = hidden.new_zeros(*positions.shape, hidden.shape[-1])
+        filled = torch.zeros(len(counts), dtype=torch.long)
+        for piece in pieces:
+            row, column = ragged(piece.counts)
+            slot = filled[row] + column
+            positions[row, slot] = torch.tensor(piece.start)[row] + column
+            if len(pieces) > 1:
+                row, column, slot = (index.to(hidden.device) for index in (row, column, slot))
+                hidden[row, slot] = piece.hidden[row, column]
+            filled += torch.tensor(piece.counts)
+        weight = self.drafter.fc.weight
+        return {
+            "features": hidden.to(weight.device, self.drafter.dtype),
+            "feature_positions": positions.to(weight.device),
+            "counts": counts,
+        }
+
+    def _draw(self, logits: Tensor, context: Context) -> tuple[Tensor, Law]:
+        """Tokens [B, D] drawn from each slot's marginal under the request's warpers, and that law."""
+        batch, depth, width = logits.shape
+        ids = self.drafter.draft_ids
+        # Warpers are written for the target's vocabulary; a reduced or padded one takes part with -inf elsewhere.
+        if ids is None:
+            scores = F.pad(logits, (0, self.view.vocab_size - width), value=-math.inf)
+        else:
+            scores = logits.new_full((batch, depth, self.view.vocab_size), -math.inf).index_copy_(-1, ids, logits)
+        scores = context.warp(scores)
+        scores = scores[..., :width] if ids is None else scores[..., ids]
+        # Warpers that leave nothing of this vocabulary: any law that is told exactly will do.
+        scores = torch.where(scores.amax(-1, keepdim=True) == -math.inf, logits, scores)
+        probs = scores.softmax(-1, dtype=torch.float32)
+        drawn = torch.multinomial(probs.flatten(0, 1), 1).view(batch, depth)
+        law = Law(probs, None if ids is None else ids.expand_as(probs), torch.ones(batch, dtype=torch.bool))
+        return self._target_ids(drawn), law
+
+    def _target_ids(self, tokens: Tensor) -> Tensor:
+        ids = self.drafter.draft_ids
+        return tokens if ids is None else ids[tokens]
