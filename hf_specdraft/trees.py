@@ -185,7 +185,7 @@ def prune(draft: Draft, keep: Tensor, looked_at_token: bool) -> Draft:
         stay drawn, except a row drawn without replacement that keeps a node but drops an earlier sibling: the verifier
         could no longer know what the kept one was drawn from.
     """
-    kept = draft.valid & (keep | ~ancestors(draft.parents, draft.valid)).all(2)
+    kept = draft.valid & (keep[:, None] | ~ancestors(draft.parents, draft.valid)).all(2)
     counts = kept.sum(1)
     width = int(counts.max()) if len(counts) else 0
     order = (~kept).long().argsort(dim=1, stable=True)[:, :width]

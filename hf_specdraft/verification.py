@@ -3,12 +3,12 @@
 p is the target's law after all logits processors, q the law a node was drawn from. A target pass over the anchor and N
 nodes gives N+1 rows: row 0 is the anchor's and scores the roots, row j+1 is node j's and scores its children.
 
-| rule | draft                           | function        | source                                           |
-| B, C | any tree, one token per row     | `match`         | greedy, or one draw from the target per row      |
-| A, D | drawn chains, drawn siblings    | `walk`          | Leviathan 2211.17192, SpecInfer 2305.09781, RSD 2402.14160 |
-| B    | any tree, one row at a time     | `walk`          | point rows                                       |
-| E    | drawn chains                    | `block`         | Sun et al. 2403.10444                            |
-| F    | any tree; changes the law       | `lossy_typical` | Medusa 2401.10774                                |
+| rule | draft                           | function        | source                                        |
+| B, C | any tree, one token per row     | `match`         | greedy, or one draw from the target per row   |
+| A, D | drawn chains, drawn siblings    | `walk`          | 2211.17192 (chain), 2305.09781, 2402.14160    |
+| B    | any tree, one row at a time     | `walk`          | point rows                                    |
+| E    | drawn chains                    | `block`         | Sun et al. 2403.10444                         |
+| F    | any tree; changes the law       | `lossy_typical` | Medusa 2401.10774                             |
 
 Nothing here waits for an accelerator: loops are bounded by the CPU structure, and only on the CPU, where looking costs
 nothing, do they stop early.
@@ -36,11 +36,12 @@ def sample(probs: Tensor, uniform: Tensor) -> Tensor:
     float64, by chunk and then within the chunk, so that neither the vocabulary's size nor the order in which a device
     adds makes the CDF inexact or unsorted.
     """
-    chunks = F.pad(probs, (0, -probs.shape[-1] % _CHUNK)).unflatten(-1, (-1, _CHUNK))
+    size = min(_CHUNK, probs.shape[-1])
+    chunks = F.pad(probs, (0, -probs.shape[-1] % size)).unflatten(-1, (-1, size))
     mass = chunks.sum(-1, dtype=torch.float64)
     chunk, rest = _invert(mass, uniform.to(mass)[..., None] * mass.sum(-1, keepdim=True))
     inside = chunks.take_along_dim(chunk[..., None], -2).squeeze(-2)
-    return (chunk * _CHUNK + _invert(inside.double(), rest)[0]).squeeze(-1)
+    return (chunk * size + _invert(inside.double(), rest)[0]).squeeze(-1)
 
 
 def _invert(mass: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
