@@ -169,3 +169,5 @@ class Context:
     tree: bool = False
     do_sample: bool = False
     warp: Any = field(default=lambda scores: scores)
+    # Stop drafting after a token drafted with less confidence than this (assistant_confidence_threshold), when given.
+    confidence_threshold: float | None = None

@@ -101,6 +101,17 @@ class Drafter(PreTrainedModel):
     # Whether a draft costs so little (no network) that a policy may keep asking for one it will not verify.
     is_free: bool = False
 
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are; the CPU for a family without any."""
+        tensor = next(self.parameters(), None)
+        return torch.device("cpu") if tensor is None else tensor.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        tensor = next(self.parameters(), None)
+        return torch.float32 if tensor is None else tensor.dtype
+
     def check(self, view: TargetView) -> None:
         """Raise ValueError, with cause and remedy, when this drafter cannot serve the target."""
         vocab = self.config.vocab_size
@@ -125,6 +136,11 @@ class Drafter(PreTrainedModel):
     def from_dialect(cls, name_or_path, config: dict, **kwargs) -> Drafter:
         """Load a checkpoint whose `dialect_of` is not None. Raises ValueError when anything in it is left unread."""
         raise NotImplementedError
+
+    def between(self, tokenizer, assistant_tokenizer) -> Drafter:
+        """This drafter, speaking the target's tokens although its own are different (the two tokenizers were given to
+        generate). Most families draft target tokens and have nothing to do."""
+        return self
 
     def start(self, view: TargetView, batch: int) -> Session:
         """A session for `batch` rows. Its first `observe` brings the prompt."""

@@ -1,0 +1,353 @@
+"""The loop: prefill, then rounds of propose / budget / score / verify / commit / observe. It knows no method by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.logits_process import LogitsProcessorList
+from transformers.generation.stopping_criteria import StoppingCriteriaList
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from . import trees, verification
+from .draft import Commit, Context, Draft, Verdict
+from .drafters.base import Drafter, Session, TargetView
+from .policies import FixedLength, PaysOff, Settings, costs_of
+from .recording import Recorder
+from .rows import Rows
+from .sampling import Scorer
+from .speculation import Clock, Speculation
+from .target import TargetPass
+
+
+@dataclass
+class SpeculativeOutput(GenerateDecoderOnlyOutput):
+    """What generate returns with `return_dict_in_generate=True`, and the call's statistics."""
+
+    speculation: Speculation | None = None
+
+
+def decode(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    drafter: Drafter,
+    streamer=None,
+    synced_gpus: bool = False,
+    **model_kwargs,
+) -> SpeculativeOutput | Tensor:
+    """Generate with `drafter`, in the law of plain generate. Arguments as transformers prepares them for a decoding
+    method; called by the doorway (integration.py)."""
+    call = _Call(model, input_ids, logits_processor, stopping_criteria, generation_config, drafter, model_kwargs)
+    call.rows.streamer = streamer
+    try:
+        with torch.no_grad():
+            call.prefill(input_ids)
+            with model._optimize_model_for_decode():
+                while model._has_unfinished_sequences(call.rows.all_done, synced_gpus, device=input_ids.device):
+                    call.round()
+            return call.finish()
+    finally:
+        call.target.release()
+
+
+class _Call:
+    """One call's parts. `active` lists the request's rows still in the pass, in the pass's order."""
+
+    def __init__(self, model, input_ids, processors, criteria, config, drafter, model_kwargs):
+        self.model, self.config, self.drafter = model, config, drafter
+        batch = input_ids.shape[0]
+        self.settings = Settings.of(config)
+        self.view = TargetView(model)
+        drafter.check(self.view)
+        self.scorer = Scorer(processors, batch, bool(config.do_sample))
+        pad = config._pad_token_tensor
+        self.rows = Rows(input_ids, criteria, None if pad is None else int(pad))
+        self.target = TargetPass(model, config, model_kwargs, drafter.feature_layers)
+        self.recorder = Recorder(config, self.rows, self.target, self.scorer)
+        self.device = model.device
+        self.clock = Clock(self.device)
+        self.active = list(range(batch))
+        self.stats = Speculation([0] * batch, [0] * batch)
+        length = self.settings.length or drafter.config.num_assistant_tokens
+        heuristic = self.settings.schedule != "constant"
+        self.policy: FixedLength | PaysOff = FixedLength(length, heuristic, batch)
+        if drafter.config.policy == "auto":
+            self.policy = PaysOff(self.policy, costs_of(model, drafter, batch))
+
+    # ---- the steps ----
+
+    def prefill(self, input_ids: Tensor) -> None:
+        """The prompt through the target, its first token, and the drafter's session."""
+        cache = self.target.kwargs.get("cache")
+        self.handed_back = self.config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
+        past = 0 if cache is None else int(cache.get_seq_length())
+        with self.clock("target"):
+            outputs = self.target.prefill(input_ids)
+        self.start = list(self.target.rows.start)
+        self.context_columns = self.target.rows.columns
+        self.session, known = _resume_or_start(cache, past, self.drafter, self.view, self._prompts(input_ids))
+        empty = Draft.empty(len(self.active), self.device)
+        logits = outputs.logits[:, -1:]
+        verdict = self._verify(empty, logits)
+        self.recorder.prefill(outputs)
+        features = self.target.prompt_features(outputs, self.drafter.device)
+        committed = self._commit_tokens(empty, verdict, logits, None)
+        tokens = [prompt[seen:] + new for prompt, seen, new in zip(self._prompts(input_ids), known, committed)]
+        with self.clock("draft"):
+            self.session.observe(Commit(tokens, features))
+        self._end_round()
+
+    def round(self) -> None:
+        """One round; every call makes exactly one target pass, so that synchronised ranks stay in step."""
+        draft, offered = self._propose()
+        with self.clock("target"):
+            outputs = self.target.score(self.anchor, draft)
+        logits = outputs.logits[:, -1 - draft.shape[1] :]
+        with self.clock("verify"):
+            verdict = self._verify(draft, logits)
+        with self.clock("commit"):
+            positions = self._anchor_positions()
+            committed = self._commit_tokens(draft, verdict, logits, outputs)
+            features = self.target.path_features(outputs, self.kept, positions, self.drafter.device)
+            leaving = self._rows_to_keep()
+            self.target.commit(1 + draft.shape[1], self.kept, [len(c) for c in committed], leaving)
+        with self.clock("draft"):
+            self.session.observe(Commit(committed, features))
+            if leaving is not None:
+                self.session.keep(leaving)
+        self._calibrate(offered)
+        self.policy.observe(self.active, offered, committed)
+        if leaving is not None:
+            self.active = [self.active[b] for b in leaving]
+        self._end_round()
+
+    def finish(self) -> SpeculativeOutput | Tensor:
+        """What plain generate would return, with the cache as it would have left it."""
+        sequences = self.rows.sequences()
+        if self.rows.streamer is not None:
+            self.rows.streamer.end()
+        self.stats.tokens = [len(new) for new in self.rows.new]
+        if self.handed_back:
+            columns = self.context_columns + max(self.stats.tokens) - 1
+            held = [self.target.rows.columns - s for s in self.target.rows.start]
+            unfed = [s + h < columns and h < self.context_columns - s + t for s, h, t in zip(self.start, held, self.stats.tokens)]
+            last = torch.tensor([new[-1] for new in self.rows.new], device=self.device)
+            self.target.hand_back(self.start, columns, unfed, last)
+            self.target.cache.speculation_session = self.session, self._everything()
+        self.stats.seconds = self.clock.finish()
+        if not self.config.return_dict_in_generate:
+            return sequences
+        return SpeculativeOutput(
+            sequences=sequences, cache=self.target.cache, speculation=self.stats, **self.recorder.outputs()
+        )
+
+    # ---- parts of the steps ----
+
+    def _propose(self) -> tuple[Draft, list[int]]:
+        """The draft to verify, and per row how deep it goes."""
+        rows, done = self.active, self.rows.done
+        room = [0 if done[row] else self.rows.remaining(row) - 1 for row in rows]
+        rehearsal = self.policy.rehearses
+        wanted = self.policy.lengths_to_rehearse(rows) if rehearsal else self.policy.before(rows)
+        lengths = [min(w, r) for w, r in zip(wanted, room)]
+        empty = Draft.empty(len(rows), self.device)
+        if not any(lengths):
+            self.stats.paused_rounds += any(room)
+            return empty, [0] * len(rows)
+        context = self._context(lengths)
+        with self.clock("draft"):
+            draft = self.session.propose(context)
+        draft = _checked(draft, lengths, context.tree)
+        self.stats.drafted += int(draft.valid.sum())
+        if rehearsal:
+            self.policy.rehearse(rows, draft, draft.tokens.tolist())
+            return empty, [0] * len(rows)
+        if draft.is_chain:
+            return draft, draft.valid.sum(1).tolist()
+        return draft, torch.where(draft.valid, _depths(draft), 0).amax(1).tolist()
+
+    def _context(self, lengths: list[int]) -> Context:
+        nodes = max(lengths)
+        tree = self.target.trees and self.drafter.config.tree_nodes > 0
+        if tree:
+            room = self.target.rows.room()
+            nodes = self.drafter.config.tree_nodes if room is None else min(self.drafter.config.tree_nodes, room - 1)
+        return Context(
+            anchor=self.anchor,
+            position=self._anchor_positions(),
+            lengths=lengths,
+            nodes=nodes,
+            tree=tree,
+            do_sample=self.scorer.do_sample,
+            warp=self.scorer.warp,
+            confidence_threshold=self.settings.confidence_threshold,
+        )
+
+    def _anchor_positions(self) -> list[int]:
+        """Position of each row's anchor, counted from its first unpadded token."""
+        return [self.target.rows.columns - start for start in self.target.rows.start]
+
+    def _verify(self, draft: Draft, logits: Tensor) -> Verdict:
+        batch, nodes = draft.shape
+        uniforms = None
+        if self.scorer.do_sample:
+            uniforms = torch.rand(batch, 2 * nodes + 2, device=logits.device)
+        drawn = draft.law is not None and bool(draft.law.rows.any())
+        if self.scorer.prefix_free and not drawn:
+            chosen = self.scorer.choose(logits, None if uniforms is None else uniforms[:, : nodes + 1])
+            return verification.match(chosen, draft.tokens.to(chosen.device), draft.parents, draft.valid)
+        if uniforms is None:
+            uniforms = logits.new_zeros(batch, 2 * nodes + 2, dtype=torch.float32)
+        accept, emit = uniforms[:, :nodes], uniforms[:, -1]
+        vocab = logits.shape[-1]
+        if self.scorer.prefix_free:
+            at = torch.arange(batch, device=logits.device)
+
+            def row_at(index: Tensor, alive: Tensor | None = None) -> Tensor:
+                return self.scorer.distribution(self.scorer.warp(logits[at, index.to(at.device)]))
+
+            if draft.is_chain and bool(draft.law.rows.all()):
+                return verification.block(row_at, draft, accept, emit, vocab)
+        else:
+            row_at = self._prefixed_rows(draft, logits)
+        return verification.walk(row_at, draft, accept, emit, vocab)
+
+    def _prefixed_rows(self, draft: Draft, logits: Tensor):
+        """Probabilities of each row's current node after processors that read its prefix: called along the accepted
+        path only, in order, and never below a stop."""
+        parents, tokens = draft.parents.tolist(), draft.tokens.tolist()
+        stopped: set[int] = set()
+        self.recorder.processed = {}
+
+        def row_at(index: Tensor, alive: Tensor) -> Tensor:
+            where, going = index.tolist(), alive.tolist()
+            out = self.scorer.distribution(logits[torch.arange(len(where)), where].float())
+            rows, prefixes, at = [], [], []
+            for b, row in enumerate(self.active):
+                if not going[b] or b in stopped or self.rows.done[row]:
+                    continue
+                nodes, node = [], where[b] - 1
+                while node >= 0:
+                    nodes.insert(0, node)
+                    node = parents[b][node]
+                path = [tokens[b][node] for node in nodes]
+                columns = [0, *(node + 1 for node in nodes)]
+                scores = partial(self._scores_along, b, row, columns[:-1], logits)
+                if path and self.rows.ends(row, path, scores):
+                    stopped.add(b)
+                    continue
+                rows.append(row)
+                at.append(b)
+                prefixes.append(self.rows.prefix(row, path))
+            if at:
+                raw = logits[torch.tensor(at), [where[b] for b in at]].float()
+                scores = self.scorer.process(raw, rows, prefixes)
+                out[at] = self.scorer.distribution(scores)
+                for i, b in enumerate(at):
+                    self.recorder.processed[b, where[b]] = scores[i]
+            return out
+
+        return row_at
+
+    def _scores_along(self, b: int, row: int, columns: list[int], logits: Tensor) -> tuple | None:
+        """The scores plain generate would hold at this point, for a stopping criterion that reads them."""
+        if not self.recorder.scores:
+            return None
+        ahead = [self.recorder.score_of(b, column, logits) for column in columns]
+        return self.rows.scores(row, len(self.rows.new[row]), ahead)
+
+    def _commit_tokens(self, draft: Draft, verdict: Verdict, logits: Tensor, outputs) -> list[list[int]]:
+        """Append each row's accepted tokens up to its stop; sets `kept` (columns of the pass that stay) and `anchor`."""
+        nodes = draft.shape[1]
+        path = verdict.path
+        tokens = draft.tokens.to(path.device).gather(1, path.clamp(min=0)) if nodes else path
+        # The one place where the host waits for the device.
+        packed = torch.cat([verdict.length[:, None], verdict.next_token[:, None], path, tokens], dim=1).tolist()
+        depth = path.shape[1]
+        committed, self.kept = [], []
+        for b, row in enumerate(self.active):
+            if self.rows.done[row]:
+                committed.append([])
+                self.kept.append([])
+                continue
+            length = packed[b][0]
+            where = [0] + [node + 1 for node in packed[b][2 : 2 + length]]
+            new = packed[b][2 + depth : 2 + depth + length] + packed[b][1:2]
+            self.recorder.row(b, row, where, logits, outputs)
+            taken = self.rows.commit(row, new)
+            self.recorder.cut(row, len(self.rows.new[row]))
+            committed.append(taken)
+            self.kept.append(where[: len(taken)])
+            if outputs is not None:
+                self.stats.rounds[row] += 1
+                valid = draft.valid[b]
+                if valid.any():
+                    self.stats.count(_depths(draft)[b][valid].tolist(), len(taken) - 1)
+        self.anchor = torch.tensor([self.rows.new[row][-1] for row in self.active], device=self.device)
+        return committed
+
+    def _rows_to_keep(self) -> list[int] | None:
+        """The pass's rows that go on, or None while all stay. Rows stay where the cache is handed back or fixed in
+        size; otherwise they leave as soon as a quarter has finished."""
+        going = [b for b, row in enumerate(self.active) if not self.rows.done[row]]
+        leaving = len(self.active) - len(going)
+        if self.handed_back or not going or 4 * leaving < len(self.active) or not self.target.may_drop_rows:
+            return None
+        return going if leaving else None
+
+    def _end_round(self) -> None:
+        self.anchor = torch.tensor([self.rows.new[row][-1] for row in self.active], device=self.device)
+        self.rows.check_clock()
+        self.rows.stream()
+
+    def _calibrate(self, offered: list[int]) -> None:
+        if not isinstance(self.policy, PaysOff) or self.policy.costs.known:
+            return
+        if any(offered):
+            self.policy.calibrated(scored=self.clock.measured("target"), draft=self.clock.measured("draft"))
+        else:
+            self.policy.calibrated(plain=self.clock.measured("target"))
+
+    def _prompts(self, input_ids: Tensor) -> list[list[int]]:
+        """Prompt ids of each row without its left padding (all there are: none when the prompt came as embeddings)."""
+        pad = [s if input_ids.shape[1] == self.context_columns else 0 for s in self.start]
+        return [ids[p:] for ids, p in zip(input_ids.tolist(), pad)]
+
+    def _everything(self) -> list[list[int]]:
+        return [p + new for p, new in zip(self._prompts(self.rows.prompt), self.rows.new)]
+
+
+def _depths(draft: Draft) -> Tensor:
+    if draft.is_chain:
+        return torch.arange(1, draft.shape[1] + 1).expand(draft.shape)
+    return trees.depths(draft.parents, draft.valid)
+
+
+def _checked(draft: Draft, lengths: list[int], tree: bool) -> Draft:
+    """Hold a drafter to its contract: nothing deeper than asked for, and a tree only where the target takes one."""
+    if not draft.is_chain and draft.shape[1]:
+        draft.is_chain = trees.is_chain(draft.parents, draft.valid)
+    if not draft.is_chain and not tree:
+        raise ValueError("the drafter returned a tree, but this target or cache takes chains only (context.tree is False)")
+    draft.valid = draft.valid & (_depths(draft) <= torch.tensor(lengths)[:, None])
+    return draft
+
+
+def _resume_or_start(
+    cache, past: int, drafter: Drafter, view: TargetView, prompts: list[list[int]]
+) -> tuple[Session, list[int]]:
+    """The session that rides on a handed-back cache when it is this drafter's and knows a prefix of every prompt, else
+    a new one; and how many tokens of each prompt it knows."""
+    riding = getattr(cache, "speculation_session", None)
+    if riding is not None and past:
+        session, texts = riding
+        same = session.drafter is drafter and len(texts) == len(prompts)
+        if same and all(prompt[: len(text)] == text for prompt, text in zip(prompts, texts)):
+            return session, [len(text) for text in texts]
+    return drafter.start(view, len(prompts)), [0] * len(prompts)

@@ -1,0 +1,38 @@
+"""Which hidden states of the target a drafter reads, and cutting them down to what was committed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .draft import Features
+
+
+def selected(hidden_states: tuple, layers: tuple[int, ...], everything: bool, device: torch.device) -> Tensor:
+    """[B, W, n*H] outputs of `layers` (zero-based; -1 is the embedding), concatenated in that order.
+
+    hidden_states: all of them when `everything`, else those asked for, in the order asked.
+    """
+    picked = [hidden_states[layer + 1] for layer in layers] if everything else hidden_states
+    return torch.cat([states.to(device) for states in picked], dim=-1)
+
+
+def of_prompt(hidden: Tensor, start: list[int], columns: int) -> Features:
+    """Features of a prefill over the last columns of left-padded rows; `start` is each row's first live column."""
+    width = hidden.shape[1]
+    past = columns - width
+    first = [max(s - past, 0) for s in start]
+    if any(first):
+        index = torch.arange(width, device=hidden.device) + torch.tensor(first, device=hidden.device)[:, None]
+        hidden = hidden.gather(1, index.clamp(max=width - 1)[..., None].expand(-1, -1, hidden.shape[-1]))
+    return Features(hidden, [width - f for f in first], [past + f - s for f, s in zip(first, start)])
+
+
+def of_path(hidden: Tensor, kept: list[list[int]], start: list[int]) -> Features:
+    """Features of one round: the pass's columns that stay, per row; `start` is the position of the anchor."""
+    counts = [len(offsets) for offsets in kept]
+    width = max(counts)
+    if all(offsets == list(range(width)) for offsets in kept):
+        return Features(hidden[:, :width], counts, start)
+    index = torch.tensor([offsets + [0] * (width - len(offsets)) for offsets in kept], device=hidden.device)
+    return Features(hidden.gather(1, index[..., None].expand(-1, -1, hidden.shape[-1])), counts, start)

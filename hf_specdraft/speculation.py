@@ -1,0 +1,102 @@
+"""What a call of generate gained: counts by row and depth, and where the time went."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass
+class Speculation:
+    """Statistics of one call, on the returned output as `.speculation`.
+
+    tokens: new tokens per row. rounds: target passes per row after the prefill, while the row was unfinished.
+    offered_by_depth / accepted_by_depth: drafted nodes verified at each depth (index 0 = first drafted token; a tree
+        counts once per row and depth) and those accepted.
+    drafted / verified / accepted: nodes proposed, nodes scored by the target, nodes committed.
+    paused_rounds: rounds in which the policy asked for no draft although there was room.
+    seconds: "target", "draft", "verify", "commit" and "total" wall-clock seconds of the call.
+    """
+
+    tokens: list[int]
+    rounds: list[int]
+    offered_by_depth: list[int] = field(default_factory=list)
+    accepted_by_depth: list[int] = field(default_factory=list)
+    drafted: int = 0
+    verified: int = 0
+    accepted: int = 0
+    paused_rounds: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def tau(self) -> float:
+        """Mean tokens committed per row and target pass, bonus token included, prefill and its token excluded."""
+        passes = sum(self.rounds)
+        return sum(max(0, t - 1) for t in self.tokens) / passes if passes else 1.0
+
+    @property
+    def acceptance(self) -> float:
+        """Accepted share of the verified nodes."""
+        return self.accepted / self.verified if self.verified else 0.0
+
+    @property
+    def rest(self) -> float:
+        """Seconds outside target and drafter: verification, re-alignment, stopping, streaming."""
+        return self.seconds["total"] - self.seconds["target"] - self.seconds["draft"]
+
+    def count(self, depths: list[int], path_length: int) -> None:
+        """Add one row's round: the depths of its verified nodes and how many levels were accepted."""
+        deepest = max(depths, default=0)
+        for counts in (self.offered_by_depth, self.accepted_by_depth):
+            counts.extend([0] * (deepest - len(counts)))
+        for depth in range(deepest):
+            self.offered_by_depth[depth] += 1
+        for depth in range(path_length):
+            self.accepted_by_depth[depth] += 1
+        self.verified += len(depths)
+        self.accepted += path_length
+
+
+class Clock:
+    """Adds up where the time goes. On CUDA the device is read once, at the end, from events in its own stream."""
+
+    def __init__(self, device: torch.device):
+        self.cuda = device.type == "cuda"
+        self.device = device
+        self.seconds = {"target": 0.0, "draft": 0.0, "verify": 0.0, "commit": 0.0}
+        self.last: dict[str, float] = {}
+        self._events: list[tuple] = []
+        self._begin = time.perf_counter()
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        if self.cuda:
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            yield
+            end.record()
+            self._events.append((name, begin, end))
+            return
+        begin = time.perf_counter()
+        yield
+        self.last[name] = time.perf_counter() - begin
+        self.seconds[name] += self.last[name]
+
+    def measured(self, name: str) -> float:
+        """Seconds of the latest span `name`; waits for the device, so only for calibration."""
+        if self.cuda:
+            _, begin, end = next(event for event in reversed(self._events) if event[0] == name)
+            end.synchronize()
+            return begin.elapsed_time(end) / 1000
+        return self.last[name]
+
+    def finish(self) -> dict[str, float]:
+        if self._events:
+            torch.cuda.synchronize(self.device)
+            for name, begin, end in self._events:
+                self.seconds[name] += begin.elapsed_time(end) / 1000
+        return {**self.seconds, "total": time.perf_counter() - self._begin}

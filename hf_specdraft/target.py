@@ -1,0 +1,274 @@
+"""The target's side of a call: prefill, one scoring pass per round, its cache, and whether it accepts trees."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers.cache_utils import Cache
+
+from . import features as feature_rows
+from .cache import RowCache, can_realign, record_past, refuse_uncuttable
+from .draft import Draft, Features
+from .trees import depths, visibility
+
+# Tensors in model_kwargs that stand beside the tokens and grow with them: what a new token's entry is.
+_TOKEN_TYPES = {"token_type_ids": "last", "mm_token_type_ids": "zero", "moe_mm_token_type_ids": "zero"}
+_PREFILL_ONLY = ("position_ids", "attention_mask", "cache", "inputs_embeds", "logits_to_keep", *_TOKEN_TYPES)
+
+
+class TargetPass:
+    """One call's view of the target model.
+
+    layers: the layers the drafter reads (zero-based, -1 the embedding), recorded in every pass.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: GenerationConfig, model_kwargs: dict, layers: tuple[int, ...]):
+        self.model, self.config, self.kwargs, self.layers = model, config, model_kwargs, layers
+        self.all_hidden = bool(config.output_hidden_states)
+        self.user_hidden = config.output_hidden_states
+        if layers or self.all_hidden:
+            # A list makes transformers record only these; the caller's own request needs them all.
+            self.kwargs["output_hidden_states"] = True if self.all_hidden else [layer + 1 for layer in layers]
+        self.forward = (
+            model.get_compiled_call(config.compile_config)
+            if model._valid_auto_compile_criteria(model_kwargs, config)
+            else model.__call__
+        )
+
+    def prefill(self, input_ids: Tensor) -> Any:
+        """The prompt through the target exactly as plain generate does it; returns the model's output."""
+        _refuse_unready(self.model, self.config, self.kwargs, input_ids)
+        cache = self.kwargs.get("cache")
+        refuse_uncuttable(cache)
+        outputs = self.model._prefill(input_ids, self.config, self.kwargs)
+        self.kwargs = dict(self.kwargs)
+        refuse_uncuttable(outputs.get("cache"))
+        self.cache = outputs.cache
+        record_past(self.cache, True)
+        batch = input_ids.shape[0]
+        self.rows = RowCache(self.cache, batch, self.kwargs.get("attention_mask"))
+        if batch > 1 and not can_realign(self.cache):
+            raise ValueError(
+                f"rows of a {type(self.cache).__name__} with these layers cannot be re-aligned after uneven acceptance; "
+                "generate one row at a time or use the default dynamic cache"
+            )
+        self.trees = tree_form(self.model) is not None and can_realign(self.cache)
+        positions = self.kwargs.get("position_ids")
+        # [.., B, 1] position of the first new token; models with three rotary axes have a leading dimension.
+        self.first = None if positions is None else positions[..., -1:] + 1
+        if self.first is not None and self.first.shape[-2] != batch:
+            self.first = self.first.expand(*self.first.shape[:-2], batch, 1)
+        self.types = {k: self.kwargs[k][:, -1:] for k in _TOKEN_TYPES if self.kwargs.get(k) is not None}
+        self.static = {k: v for k, v in self.kwargs.items() if k not in _PREFILL_ONLY and v is not None}
+        self.keeps_logits = "logits_to_keep" in self.kwargs
+        self.new = [1] * batch
+        return outputs
+
+    @property
+    def may_drop_rows(self) -> bool:
+        """Whether finished rows can leave: nothing row-shaped remains but what this class keeps itself."""
+        return not self.rows.is_static and not any(isinstance(v, Tensor) for v in self.static.values())
+
+    def score(self, anchor: Tensor, draft: Draft) -> Any:
+        """ONE target pass over anchor [B] and nodes; logits [B, 1+N, V] in the returned output."""
+        batch, nodes = draft.shape
+        width = 1 + nodes
+        ids = torch.cat([anchor[:, None], draft.tokens.to(anchor.device)], dim=-1)
+        depth = None if draft.is_chain else depths(draft.parents, draft.valid)
+        kwargs = dict(self.static, cache=self.cache, attention_mask=self.rows.mask_for(width))
+        if self.first is not None:
+            step = torch.arange(width) if depth is None else torch.nn.functional.pad(depth, (1, 0))
+            ahead = (step + torch.tensor(self.new)[:, None] - 1).to(self.first.device)
+            kwargs["position_ids"] = self.first + ahead
+        for name, last in self.types.items():
+            kwargs[name] = (last if _TOKEN_TYPES[name] == "last" else torch.zeros_like(last)).expand(-1, width)
+        if self.keeps_logits:
+            kwargs["logits_to_keep"] = width
+        inputs = self.model.prepare_inputs_for_generation(
+            ids, next_sequence_length=width, is_first_iteration=False, **kwargs
+        )
+        if depth is not None:
+            form = tree_form(self.model)
+            inputs["attention_mask"] = _tree_mask(self.model, self.rows, draft, depth, ids.device, form)
+        return self.forward(**inputs, return_dict=True)
+
+    def commit(self, width: int, kept: list[list[int]], tokens: list[int], rows: list[int] | None) -> None:
+        """Keep the accepted columns of the last pass; `tokens[b]` new tokens for row b. Rows not in `rows` leave."""
+        self.rows.commit(width, kept, rows)
+        self.new = [n + t for n, t in zip(self.new, tokens)]
+        if rows is not None:
+            self.new = [self.new[b] for b in rows]
+            if self.first is not None:
+                self.first = self.first[..., rows, :]
+            self.types = {k: v[rows] for k, v in self.types.items()}
+
+    def prompt_features(self, outputs: Any, device: torch.device) -> Features | None:
+        if not self.layers:
+            return None
+        hidden = feature_rows.selected(outputs.hidden_states, self.layers, self.all_hidden, device)
+        return feature_rows.of_prompt(hidden, self.rows.start, self.rows.columns)
+
+    def path_features(self, outputs: Any, kept: list[list[int]], start: list[int], device) -> Features | None:
+        if not self.layers:
+            return None
+        hidden = feature_rows.selected(outputs.hidden_states, self.layers, self.all_hidden, device)
+        return feature_rows.of_path(hidden, kept, start)
+
+    def hand_back(self, start: list[int], columns: int, unfed: list[bool], anchor: Tensor) -> None:
+        """Leave the cache as plain generate would: `columns` columns, row b from column `start[b]`, the last token of
+        rows that ended early (`unfed`) fed as well."""
+        if any(unfed):
+            self.score(anchor, Draft.empty(len(unfed), anchor.device))
+            self.rows.commit(1, [[0] if u else [] for u in unfed])
+        self.rows.lay_out(start, columns)
+        self.release()
+
+    def release(self) -> None:
+        """Stop recording what a rejected draft would need back."""
+        if hasattr(self, "cache"):
+            record_past(self.cache, False)
+
+
+def _refuse_unready(model: PreTrainedModel, config: GenerationConfig, kwargs: dict, input_ids: Tensor) -> None:
+    """Raise ValueError for prompts and settings that cannot be served, before any work."""
+    mask, embeds = kwargs.get("attention_mask"), kwargs.get("inputs_embeds")
+    if input_ids.shape[1] == 0 and embeds is None:
+        raise ValueError("the prompt is empty; pass at least one token (a BOS token will do)")
+    if mask is not None and not bool(mask.any(-1).all()):
+        empty = (~mask.bool().any(-1)).nonzero().flatten().tolist()
+        raise ValueError(f"rows {empty} of attention_mask are all padding; drop them or give them one token")
+    text = model.config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    limit = getattr(text, "original_max_position_embeddings", None) or rope.get("original_max_position_embeddings")
+    if rope.get("rope_type") == "longrope" and limit and input_ids.shape[1] <= limit < (config.max_length or 0):
+        raise ValueError(
+            f"the target changes its rotary factors at {limit} tokens and recomputes its cache there; keep max_length "
+            f"(now {config.max_length}) at or below {limit}, or generate without assistant_model"
+        )
+
+
+# ---- trees -------------------------------------------------------------------------------------------------------
+
+_FORMS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+def _attention(model: PreTrainedModel) -> str:
+    return model.config.get_text_config()._attn_implementation
+
+
+def _windows(model: PreTrainedModel) -> dict[str, int | None] | None:
+    """Sliding window by layer type ("" when the config names no types), None for layer types a tree cannot serve."""
+    text = model.config.get_text_config()
+    window = getattr(text, "sliding_window", None)
+    types = getattr(text, "layer_types", None)
+    if types is None:
+        return {"": window}
+    known = {"full_attention": None, "sliding_attention": window}
+    return {t: known[t] for t in dict.fromkeys(types)} if set(types) <= set(known) else None
+
+
+def tree_form(model: PreTrainedModel) -> str | None:
+    """How the target takes a tree mask: "dict" by layer type, "tensor", or None when it does not (then chains).
+
+    Found once per model and attention implementation by comparing a small tree pass with causal passes: ALiBi models,
+    flash attention and models that build their own mask fail it.
+    """
+    forms = _FORMS.setdefault(model, {})
+    key = _attention(model)
+    if key not in forms:
+        forms[key] = next((form for form in ("dict", "tensor") if _probe(model, form)), None)
+    return forms[key]
+
+
+def _probe(model: PreTrainedModel, form: str) -> bool:
+    windows = _windows(model)
+    if windows is None or _attention(model) not in ("eager", "sdpa", "specdraft_tree"):
+        return False
+    if form == "dict" and "" in windows or form == "tensor" and len(set(windows.values())) > 1:
+        return False
+    device = model.device
+    vocab = model.config.get_text_config().vocab_size
+    ids = (torch.arange(18).view(2, 9) * 7 + 3) % vocab
+    prompt, nodes = ids[:, :4].to(device), ids[:, 5:].to(device)
+    mask = torch.ones_like(prompt)
+    mask[1, 0] = 0  # one left-padded row
+    parents = torch.tensor([[-1, -1, 0, 1]] * 2)
+    draft = Draft(nodes, parents, torch.ones(2, 4, dtype=torch.bool))
+    try:
+        with torch.no_grad():
+            cache = DynamicCache(config=model.config.get_text_config())
+            positions = (mask.cumsum(-1) - 1).clamp(min=0)
+            model(input_ids=prompt, attention_mask=mask, position_ids=positions, cache=cache, use_cache=True)
+            rows = RowCache(cache, 2, mask)
+            depth = depths(parents, draft.valid)
+            anchor = ids[:, 4:5].to(device)
+            at = positions[:, -1:] + 1 + torch.nn.functional.pad(depth, (1, 0)).to(device)
+            tree = model(
+                input_ids=torch.cat([anchor, nodes], 1),
+                attention_mask=_tree_mask(model, rows, draft, depth, device, form),
+                position_ids=at,
+                cache=cache,
+                use_cache=True,
+            ).logits.float()
+            for path in ([0, 2], [1, 3]):
+                whole = torch.cat([prompt, anchor, nodes[:, path]], 1)
+                full_mask = torch.cat([mask, mask.new_ones(2, 3)], 1)
+                causal = model(
+                    input_ids=whole,
+                    attention_mask=full_mask,
+                    position_ids=(full_mask.cumsum(-1) - 1).clamp(min=0),
+                    use_cache=False,
+                ).logits.float()[:, -2:]
+                difference = (tree[:, [p + 1 for p in path]] - causal).abs().max()
+                tolerance = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1
+                if not difference <= tolerance * causal.std():
+                    return False
+    except (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError, NotImplementedError):
+        # A target that stumbles over the mask in whatever way gets chains.
+        return False
+    return True
+
+
+def _tree_mask(model, rows: RowCache, draft: Draft, depth: Tensor, device, form: str) -> Tensor | dict[str, Tensor]:
+    """What the target's attention layers see in a tree pass: [B, 1, 1+N, KV] visible columns, by layer type if asked.
+
+    Boolean for SDPA; eager attention adds its mask, so there it is a float mask.
+    """
+    width = 1 + draft.shape[1]
+    types = getattr(model.config.get_text_config(), "layer_types", None)
+    batch = rows.batch
+    seen = visibility(draft.parents, draft.valid)
+    place = torch.nn.functional.pad(depth, (1, 0)) + rows.columns
+    masks = {}
+    for kind, window in _windows(model).items():
+        layer = 0 if types is None else types.index(kind)
+        length, offset = _mask_sizes(rows.cache, width, layer)
+        columns = torch.arange(length) + offset
+        context = columns < rows.columns
+        inside = (columns >= rows.columns) & (columns < rows.columns + width)
+        visible = torch.zeros(batch, width, length, dtype=torch.bool)
+        visible[:, :, context] = True
+        visible[:, :, inside] = seen
+        if window is not None:
+            at = columns.expand(batch, length).clone()
+            at[:, inside] = place
+            visible &= place[:, :, None] - at[:, None, :] < window
+        visible = visible.to(device)
+        if rows.mask is not None:
+            padded = torch.nn.functional.pad(rows.mask.bool(), (0, max(0, offset + length - rows.columns)), value=True)
+            visible &= padded[:, None, offset : offset + length].to(device)
+        visible = visible[:, None]
+        if _attention(model) == "eager":
+            bias = torch.zeros(visible.shape, dtype=model.dtype, device=device)
+            visible = bias.masked_fill(~visible, torch.finfo(model.dtype).min)
+        masks[kind] = visible
+    return masks if form == "dict" else next(iter(masks.values()))
+
+
+def _mask_sizes(cache: Cache, width: int, layer: int) -> tuple[int, int]:
+    length, offset = cache.get_mask_sizes(width, layer)
+    return int(length), int(offset)
