@@ -1,0 +1,37 @@
+"""The `hf-specdraft` command: one file per subcommand, each doing nothing but parse, call, print."""
+
+from __future__ import annotations
+
+import sys
+
+try:
+    import rich  # noqa: F401
+    import typer
+except ModuleNotFoundError as error:
+    raise SystemExit(f"hf-specdraft needs {error.name}: pip install 'hf_specdraft[cli]'") from None
+
+from transformers.utils import logging
+
+from .bench import bench
+from .check import check
+from .generate import generate
+from .inspect import inspect
+
+app = typer.Typer(
+    help="Speculative decoding for transformers: run, check, measure and inspect drafters.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for command in (generate, check, bench, inspect):
+    app.command()(command)
+
+
+def main() -> None:
+    """Run the command line. What a user can mend ends in one line on stderr and exit status 1."""
+    logging.disable_progress_bar()
+    try:
+        app()
+    except (ValueError, OSError) as error:
+        print("hf-specdraft: " + " ".join(str(error).split()), file=sys.stderr)
+        sys.exit(1)

@@ -1,0 +1,81 @@
+"""hf-specdraft bench: drafters against plain generate and transformers' prompt lookup."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from .. import evaluation
+from .options import SPEC, Device, Dtype, DtypeOption, MaxNewTokens, PerCategory, Prompts, Target
+
+
+def bench(
+    target: Target,
+    prompts: Prompts,
+    drafter: Annotated[list[str], typer.Option(help=SPEC + " May be given several times.")] = ("ngram",),
+    per_category: PerCategory = None,
+    max_new_tokens: MaxNewTokens = 128,
+    repeats: Annotated[int, typer.Option(min=1, help="How often everything is run.")] = 1,
+    prompt_lookup_num_tokens: Annotated[int, typer.Option(min=1, help="Draft length of transformers' lookup.")] = 10,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all measurements here.")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw tau and speed here (PNG).")] = None,
+    dtype: DtypeOption = Dtype.float32,
+    device: Device = "cpu",
+) -> None:
+    """Measure tau and greedy speed of drafters, plain generate and prompt lookup, prompt by prompt in turn."""
+    model, tokenizer = evaluation.load_target(target, dtype.value, device)
+    chosen = evaluation.read_prompts(prompts, per_category)
+    methods = evaluation.baselines(prompt_lookup_num_tokens)
+    for spec in drafter:
+        methods[spec] = {"assistant_model": evaluation.load_drafter(spec, dtype.value, device)}
+    console = Console()
+    measured = evaluation.bench(model, tokenizer, chosen, methods, max_new_tokens, repeats)
+    total = len(chosen) * len(methods) * repeats
+    records = list(track(measured, total=total, description="runs", console=console, transient=True))
+    rows = evaluation.summarise(records)
+    console.print(table(rows))
+    if json_file is not None:
+        about = evaluation.provenance(
+            target=target,
+            drafters=list(drafter),
+            prompts=prompts.name,
+            prompts_sha256=evaluation.sha256(prompts),
+            per_category=per_category,
+            max_new_tokens=max_new_tokens,
+            repeats=repeats,
+            prompt_lookup_num_tokens=prompt_lookup_num_tokens,
+            dtype=str(model.dtype).removeprefix("torch."),
+            device=str(model.device),
+        )
+        evaluation.write_json(json_file, rows, records, about)
+    if plot_file is not None:
+        evaluation.plot(rows, plot_file)
+
+
+def table(rows: list[evaluation.Row]) -> Table:
+    """The benchmark's rows for the terminal."""
+    view = Table("category", "method", "tau", "tokens/s", "x plain", "x lookup", "equal", "outside forwards")
+    for row in rows:
+        if view.rows and row.method == evaluation.PLAIN:
+            view.add_section()
+        view.add_row(
+            row.category,
+            row.method,
+            f"{row.tau:.2f}",
+            f"{row.tokens_per_second:.1f}",
+            _spread(row.to_plain),
+            _spread(row.to_lookup),
+            f"{row.equal}/{row.prompts}",
+            "-" if row.outside is None else f"{row.outside:.1%}",
+        )
+    return view
+
+
+def _spread(ratio: tuple[float, float, float]) -> str:
+    middle, low, high = ratio
+    return f"{middle:.2f}" if low == high else f"{middle:.2f} ({low:.2f}-{high:.2f})"
