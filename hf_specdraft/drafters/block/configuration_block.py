@@ -39,6 +39,7 @@ class BlockConfig(DrafterConfig):
     """
 
     model_type = "specdraft_block"
+    ignore_keys_at_rope_validation = {"partial_rotary_factor"}
 
     # Qwen3-4B's published drafter.
     hidden_size: int = 2560
@@ -137,8 +138,8 @@ class BlockConfig(DrafterConfig):
 
     @classmethod
     def tiny(cls, **overrides) -> BlockConfig:
-        """Own embeddings, a reduced head, one sliding and one full layer; made for a target of four layers, hidden size
-        32 and 64 tokens."""
+        """Own embeddings, a reduced head, one sliding and one full layer, for a target of two layers or more, hidden
+        size 32 and 64 tokens."""
         values = dict(
             vocab_size=64,
             hidden_size=32,
@@ -150,7 +151,7 @@ class BlockConfig(DrafterConfig):
             max_position_embeddings=256,
             block_size=4,
             mask_token_id=63,
-            target_layer_ids=[-1, 1],
+            target_layer_ids=[-1, 0],
             own_embeddings=True,
             own_head=True,
             draft_vocab_size=48,

@@ -75,7 +75,7 @@ class BlockLayer(nn.Module):
 
 @dataclass
 class BlockOutput(ModelOutput):
-    """last_hidden_state: [B, S, H] after the final norm, all slots. logits: [B, S, K] of an own head, else None."""
+    """last_hidden_state: [B, S, H] after the final norm. logits: [B, S, K] of an own head, else None."""
 
     last_hidden_state: Tensor | None = None
     logits: Tensor | None = None
@@ -202,7 +202,8 @@ class BlockDrafter(Drafter):
         Raises ValueError naming the tensors that are missing, left over, of a wrong shape, or not finite.
         """
         with_info = kwargs.pop("output_loading_info", False)
-        kwargs = {"use_safetensors": True, **kwargs, "output_loading_info": True}
+        # "Ignored" here means reported: upstream's own error for a wrong shape does not name the tensor.
+        kwargs = {"use_safetensors": True, **kwargs, "output_loading_info": True, "ignore_mismatched_sizes": True}
         model, info = super().from_pretrained(name_or_path, *args, **kwargs)
         problems = [
             f"{kind.removesuffix('_keys')}: {', '.join(sorted(map(str, info[kind])))}"
@@ -231,6 +232,7 @@ class BlockDrafter(Drafter):
         attention_mask: dict[str, Tensor] | None = None,
         inputs_embeds: Tensor | None = None,
         counts: list[int] | None = None,
+        slots: slice = slice(None),
     ) -> BlockOutput:
         """One drafting pass.
 
@@ -239,6 +241,7 @@ class BlockDrafter(Drafter):
             positions, -1 for padding; counts: how many are real per row (host integers), None when all are.
         position_ids: [B, S] positions of the block.
         cache: earlier context. It is extended by `features`; without it the pass sees `features` alone.
+        slots: the slots to return, all by default.
         attention_mask: layer type -> [B, 1, S, C + S] bool, for packed training; by default from the positions.
         """
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
@@ -266,5 +269,5 @@ class BlockDrafter(Drafter):
                     cache.write(index, *past)
                 past = cache.read(index) if cache.keys else None
             x = layer(x, rope, past, attention_mask[self.config.layer_types[index]])
-        hidden = self.norm(x)
+        hidden = self.norm(x[:, slots])
         return BlockOutput(hidden, self.lm_head(hidden) if self.config.own_head else None)

@@ -108,8 +108,7 @@ class BlockSession(Session):
         if depth < 1:
             return Draft.empty(len(context.lengths), self.drafter.device)
         lengths = [min(length, depth) for length in context.lengths]
-        logits, hidden = self._block(context)
-        logits, hidden = (x[:, config.first_slot :][:, :depth] for x in (logits, hidden))
+        logits, hidden = self._block(context, slice(config.first_slot, config.first_slot + depth))
         evidence = Block(logits, self.drafter.draft_ids, hidden, context.anchor)
         if context.tree and config.tree_nodes > 0:
             log_probs = logits.log_softmax(-1, dtype=torch.float32)
@@ -125,8 +124,8 @@ class BlockSession(Session):
             tokens = self._target_ids(logits.argmax(-1))
         return Draft.chain(tokens, lengths, law=law, confidence=confidence, confidence_kind="pre", evidence=evidence)
 
-    def _block(self, context: Context) -> tuple[Tensor, Tensor]:
-        """logits [B, S, K] and hidden [B, S, H] of one pass over the whole block as trained."""
+    def _block(self, context: Context, slots: slice) -> tuple[Tensor, Tensor]:
+        """logits [B, S, K] and hidden [B, S, H] of some slots, from one pass over the whole block as trained."""
         drafter, config = self.drafter, self.drafter.config
         ids = torch.full((len(context.lengths), config.block_size), config.mask_token_id, device=drafter.device)
         ids[:, 0] = context.anchor
@@ -135,6 +134,7 @@ class BlockSession(Session):
             inputs_embeds=drafter.embed(ids, self.view),
             position_ids=start[:, None] + torch.arange(config.block_size, device=drafter.device),
             cache=self.cache,
+            slots=slots,
             **self._take_pending(),
         )
         logits = out.logits
