@@ -113,7 +113,8 @@ def _read_config(found: Inspection, folder: Path) -> dict | None:
 
 
 def _describe(found: Inspection, config: dict) -> type[Drafter] | None:
-    found.architectures = [str(a) for a in config.get("architectures") or []]
+    architectures = config.get("architectures")
+    found.architectures = [str(a) for a in architectures] if isinstance(architectures, list) else []
     found.target = next((value for key in _TARGET_KEYS if isinstance(value := _find(config, key), str)), None)
     found.layers = next((ids for key in _LAYER_KEYS if isinstance(ids := _find(config, key), list)), None)
     found.vocab_size = _find(config, "vocab_size")
