@@ -120,6 +120,8 @@ class Rows:
             if stop:
                 self._stopped_at[row] = len(self.new[row])
                 self.done[row] = self.stops.pads or self.batch == 1
+            if self.remaining(row) == 0:
+                self.done[row] = True
             if self.done[row] or self._reached_last_stop(row):
                 break
         self._answers.clear()

@@ -163,6 +163,9 @@ def _attention(model: PreTrainedModel) -> str:
 def _windows(model: PreTrainedModel) -> dict[str, int | None] | None:
     """Sliding window by layer type ("" when the config names no types), None for layer types a tree cannot serve."""
     text = model.config.get_text_config()
+    others = ("window_size", "attention_chunk_size", "attention_layers", "local_attention")
+    if any(getattr(text, name, None) is not None for name in others):
+        return None  # a window of another kind, which the model builds itself and a short probe would not meet
     window = getattr(text, "sliding_window", None)
     types = getattr(text, "layer_types", None)
     if types is None:

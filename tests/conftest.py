@@ -87,8 +87,8 @@ class ScriptedSession(Session):
         width = max(map(len, chains))
         device = context.anchor.device
         if not context.tree:
-            tokens = torch.tensor([c + [0] * (width - len(c)) for c in chains], device=device).view(len(chains), width)
-            return Draft.chain(tokens, [len(c) for c in chains])
+            tokens = torch.tensor([c + [0] * (width - len(c)) for c in chains], dtype=torch.long, device=device)
+            return Draft.chain(tokens.view(len(chains), width), [len(c) for c in chains])
         tokens, parents, valid = [], [], []
         for chain in chains:
             t, p, parent = [], [], -1
