@@ -138,7 +138,7 @@ def test_a_row_without_features_is_drafted_from_its_anchor(view):
     session.observe(commit([(0, 0, 5), (1, 0, 0)]))
     both = session.propose(context([3, 6], [5, 0]))
     torch.testing.assert_close(both.evidence.logits[1], alone.evidence.logits[0], atol=1e-4, rtol=0)
-    # Nothing to read is left when the rows that waiting features belong to are gone.
+    # Waiting features go when the rows they belong to leave.
     session = drafter.start(view, 2)
     session.observe(commit([(0, 0, 5), (1, 0, 0)]))
     session.keep([1])

@@ -99,6 +99,7 @@ class BlockSession(Session):
         self.pending = [
             Features(piece.hidden[rows], [piece.counts[row] for row in rows], [piece.start[row] for row in rows])
             for piece in self.pending
+            if any(piece.counts[row] for row in rows)
         ]
 
     @torch.no_grad()
