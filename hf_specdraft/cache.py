@@ -103,6 +103,16 @@ class RowCache:
             return
         self.mask = full * (torch.arange(index.shape[1]) >= start[:, None]).to(full.device)
 
+    def cut(self, counts: list[int]) -> None:
+        """Forget the last `counts[b]` entries of each row."""
+        width = max(counts)
+        if not width:
+            return
+        self.columns -= width
+        if self.mask is not None:
+            self.mask = self.mask[:, : self.columns]
+        self.commit(width, [list(range(width - count)) for count in counts])
+
     def lay_out(self, start: list[int], columns: int) -> None:
         """Move every row so that it begins at column `start[b]` of `columns`: the layout plain generate leaves, where
         rows that finished early are followed by dead columns."""

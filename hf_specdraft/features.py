@@ -8,13 +8,12 @@ from torch import Tensor
 from .draft import Features
 
 
-def selected(hidden_states: tuple, layers: tuple[int, ...], everything: bool, device: torch.device) -> Tensor:
+def selected(hidden_states: tuple, layers: tuple[int, ...], device: torch.device) -> Tensor:
     """[B, W, n*H] outputs of `layers` (zero-based; -1 is the embedding), concatenated in that order.
 
-    hidden_states: all of them when `everything`, else those asked for, in the order asked.
+    hidden_states: one entry per layer and the embedding, None where it was not asked for.
     """
-    picked = [hidden_states[layer + 1] for layer in layers] if everything else hidden_states
-    return torch.cat([states.to(device) for states in picked], dim=-1)
+    return torch.cat([hidden_states[layer + 1].to(device) for layer in layers], dim=-1)
 
 
 def of_prompt(hidden: Tensor, start: list[int], columns: int) -> Features:

@@ -164,6 +164,6 @@ class Rows:
         return torch.cat([self.prompt, new.to(self.prompt.device)], dim=-1)
 
     def scores(self, row: int, count: int, ahead: list[Tensor] = ()) -> tuple | None:
-        """The row's recorded scores up to its `count`-th new token and `ahead`, as a criterion sees them; None if unrecorded."""
+        """The recorded scores of the row's first `count` new tokens and `ahead`, as a criterion sees them, or None."""
         recorded = [record["scores"] for record in self.records[row][:count] if "scores" in record]
         return tuple(s.expand(self.batch, -1) for s in (*recorded, *ahead)) or None

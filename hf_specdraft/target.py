@@ -53,8 +53,8 @@ class TargetPass:
         self.rows = RowCache(self.cache, batch, self.kwargs.get("attention_mask"))
         if batch > 1 and not can_realign(self.cache):
             raise ValueError(
-                f"rows of a {type(self.cache).__name__} with these layers cannot be re-aligned after uneven acceptance; "
-                "generate one row at a time or use the default dynamic cache"
+                f"rows of a {type(self.cache).__name__} with these layers cannot be re-aligned after uneven acceptance;"
+                " generate one row at a time or use the default dynamic cache"
             )
         self.trees = tree_form(self.model) is not None and can_realign(self.cache)
         positions = self.kwargs.get("position_ids")
@@ -109,13 +109,13 @@ class TargetPass:
     def prompt_features(self, outputs: Any, device: torch.device) -> Features | None:
         if not self.layers:
             return None
-        hidden = feature_rows.selected(outputs.hidden_states, self.layers, self.all_hidden, device)
+        hidden = feature_rows.selected(outputs.hidden_states, self.layers, device)
         return feature_rows.of_prompt(hidden, self.rows.start, self.rows.columns)
 
     def path_features(self, outputs: Any, kept: list[list[int]], start: list[int], device) -> Features | None:
         if not self.layers:
             return None
-        hidden = feature_rows.selected(outputs.hidden_states, self.layers, self.all_hidden, device)
+        hidden = feature_rows.selected(outputs.hidden_states, self.layers, device)
         return feature_rows.of_path(hidden, kept, start)
 
     def hand_back(self, start: list[int], columns: int, unfed: list[bool], anchor: Tensor) -> None:

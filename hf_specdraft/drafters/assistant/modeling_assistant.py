@@ -1,0 +1,203 @@
+"""The assistant model, and the session that keeps its cache in step with what the target commits."""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+
+from ...cache import RowCache, can_realign, record_past
+from ...draft import Commit, Context, Draft, Law
+from ...verification import sample
+from .. import register
+from ..base import Drafter, Session, TargetView
+from .configuration_assistant import AssistantConfig
+from .translation import Translated
+
+
+@register
+class AssistantDrafter(Drafter):
+    """A causal LM that drafts token by token (Leviathan et al. 2211.17192; Chen et al. 2302.01318).
+
+    Its tokenizer should be the target's. When it is not, give generate both tokenizers (`tokenizer=`,
+    `assistant_tokenizer=`): drafts then travel as text.
+    """
+
+    config_class = AssistantConfig
+
+    def __init__(self, config: AssistantConfig):
+        super().__init__(config)
+        if config.assistant_config is None:
+            raise ValueError("AssistantConfig needs assistant_config; use AssistantDrafter.from_model(model)")
+        self.model = AutoModelForCausalLM.from_config(config.assistant_config)
+        self.post_init()
+
+    @classmethod
+    def from_model(cls, model: PreTrainedModel, **fields) -> AssistantDrafter:
+        """Wrap a loaded causal LM, sharing its weights. `fields` are AssistantConfig's."""
+        if model.config.is_encoder_decoder or not model.can_generate():
+            raise ValueError(f"{type(model).__name__} is no decoder-only language model")
+        drafter = cls.__new__(cls)
+        PreTrainedModel.__init__(drafter, AssistantConfig(assistant_config=model.config, **fields))
+        drafter.model = model
+        drafter.post_init()
+        return drafter.eval()
+
+    def _init_weights(self, module) -> None:
+        self.model._init_weights(module)
+
+    def check(self, view: TargetView) -> None:
+        super().check(view)
+        if not can_realign(DynamicCache(config=self.config.assistant_config.get_text_config(decoder=True))):
+            raise ValueError(
+                f"the assistant ({self.config.assistant_config.model_type}) keeps a state that cannot be cut back; use "
+                "an attention-only assistant"
+            )
+
+    def between(self, tokenizer, assistant_tokenizer) -> Drafter:
+        if tokenizer is None or not hasattr(assistant_tokenizer, "decode"):
+            return self
+        return Translated(self, tokenizer, assistant_tokenizer)
+
+    def forward(self, *args, **kwargs):
+        """The assistant's own forward."""
+        return self.model(*args, **kwargs)
+
+    def start(self, view: TargetView, batch: int) -> AssistantSession:
+        return AssistantSession(self, view.vocab_size, batch)
+
+
+class AssistantSession(Session):
+    """The rows' texts, and a cache that lags behind them: what is missing is fed at the next draft."""
+
+    def __init__(self, drafter: AssistantDrafter, vocab_size: int, batch: int):
+        self.drafter = drafter
+        self.model = drafter.model
+        text = self.model.config.get_text_config(decoder=True)
+        self.vocab_size, self.own_vocab = vocab_size, text.vocab_size
+        self.texts: list[list[int]] = [[] for _ in range(batch)]
+        cache = DynamicCache(config=text)
+        record_past(cache, True)
+        self.rows = RowCache(cache, batch, None)
+        self.fed = [0] * batch
+        # Drafted tokens that went through the assistant beyond `fed`: their columns stay if they turn out right.
+        self.pending: list[list[int]] = [[] for _ in range(batch)]
+        self.takes_positions = "position_ids" in inspect.signature(self.model.forward).parameters
+        self.keeps_logits = "logits_to_keep" in inspect.signature(self.model.forward).parameters
+
+    def observe(self, commit: Commit) -> None:
+        width = max(map(len, self.pending), default=0)
+        right = []
+        for text, new, guessed in zip(self.texts, commit.tokens, self.pending):
+            count = 0
+            while count < min(len(new), len(guessed)) and new[count] == guessed[count]:
+                count += 1
+            right.append(count)
+            text += new
+        if width:
+            self.rows.commit(width, [list(range(count)) for count in right])
+            self.fed = [fed + count for fed, count in zip(self.fed, right)]
+            self.pending = [[] for _ in self.texts]
+
+    def keep(self, rows: list[int]) -> None:
+        self.rows.commit(0, [[] for _ in self.texts], rows)
+        self.texts, self.fed, self.pending = ([part[r] for r in rows] for part in (self.texts, self.fed, self.pending))
+
+    def replace(self, texts: list[list[int]]) -> None:
+        """These are the rows' texts now; what the cache shares with them stays."""
+        self._forget_pending()
+        same = []
+        for new, old, fed in zip(texts, self.texts, self.fed):
+            # The last token is fed anew: its logits are what drafting starts from.
+            limit, count = min(fed, len(new) - 1), 0
+            while count < limit and new[count] == old[count]:
+                count += 1
+            same.append(count)
+        self.rows.cut([fed - count for fed, count in zip(self.fed, same)])
+        self.texts, self.fed = [list(text) for text in texts], same
+
+    def propose(self, context: Context) -> Draft:
+        self._forget_pending()
+        logits = self._catch_up(context.anchor.device)
+        lengths, depth = list(context.lengths), max(context.lengths)
+        threshold = context.confidence_threshold or self.drafter.config.confidence_threshold
+        drawn = context.do_sample and self.drafter.config.draft_sampling
+        tokens, laws, confidence = [], [], []
+        for step in range(depth):
+            logits = logits[:, : self.vocab_size].float()
+            if drawn:
+                law = context.warp(logits).softmax(-1)
+                token = sample(law, torch.rand(len(law), device=law.device))
+                laws.append(law)
+            else:
+                law = logits.softmax(-1) if threshold else None
+                token = logits.argmax(-1)
+            tokens.append(token)
+            if threshold:
+                # Stop AFTER an unsure token: it stays in the draft, so nothing is chosen by what was drawn.
+                sure = law.gather(1, token[:, None])[:, 0]
+                confidence.append(sure)
+                unsure = (sure < threshold).tolist()
+                lengths = [min(n, step + 1) if u else n for n, u in zip(lengths, unsure)]
+            if step + 1 >= max(lengths):
+                break
+            logits = self._step(token)
+            for guessed, t in zip(self.pending, token.tolist()):
+                guessed.append(t)
+        stacked = torch.stack(tokens, dim=1)
+        return Draft.chain(
+            stacked.to(context.anchor.device),
+            [min(n, len(tokens)) for n in lengths],
+            law=Law(torch.stack(laws, dim=1), None, torch.ones(len(lengths), dtype=torch.bool)) if drawn else None,
+            confidence=torch.stack(confidence, dim=1) if confidence else None,
+        )
+
+    def _forget_pending(self) -> None:
+        """Drop what a draft that was never verified left in the cache."""
+        width = max(map(len, self.pending), default=0)
+        if width:
+            self.rows.commit(width, [[] for _ in self.texts])
+            self.pending = [[] for _ in self.texts]
+
+    def _catch_up(self, device: torch.device) -> Tensor:
+        """Feed every row's missing tokens; [B, Va] logits after each row's last."""
+        missing = [text[fed:] for text, fed in zip(self.texts, self.fed)]
+        counts, width = list(map(len, missing)), max(map(len, missing))
+        first = self.rows.columns == 0
+        # The prompt is padded on the left, as generate does, so that one column of logits is enough; later tokens on the
+        # right, so that columns keep the distance of positions, and the gaps are cut out afterwards.
+        rows = [[0] * (width - len(m)) + m if first else m + [0] * (width - len(m)) for m in missing]
+        ids = torch.tensor(rows, device=self.model.device).clamp_(max=self.own_vocab - 1)
+        mask = self.rows.mask_for(width)
+        start = torch.tensor([[fed - (width - count if first else 0)] for fed, count in zip(self.fed, counts)])
+        positions = (start + torch.arange(width)).clamp(min=0)
+        if first and min(counts) < width:
+            mask = (torch.arange(width) >= width - torch.tensor(counts)[:, None]).long()
+        logits = self._forward(ids, mask, positions, 1 if first else width)
+        if first:
+            cache = self.rows.cache
+            self.rows = RowCache(cache, len(counts), None if mask is None else mask.to(ids.device))
+            self.rows.commit(0, [[] for _ in counts])
+            logits = logits[:, -1]
+        else:
+            self.rows.commit(width, [list(range(count)) for count in counts])
+            at = torch.tensor(counts, device=logits.device) - 1
+            logits = logits[torch.arange(len(counts), device=logits.device), at]
+        self.fed = [fed + count for fed, count in zip(self.fed, counts)]
+        return logits
+
+    def _step(self, token: Tensor) -> Tensor:
+        ahead = len(self.pending[0])
+        ids = token[:, None].clamp(max=self.own_vocab - 1)
+        positions = torch.tensor(self.fed)[:, None] + ahead
+        return self._forward(ids, self.rows.mask_for(ahead + 1), positions, 1)[:, -1]
+
+    def _forward(self, ids: Tensor, mask: Tensor | None, positions: Tensor, keep: int) -> Tensor:
+        inputs = {"input_ids": ids, "attention_mask": None if mask is None else mask.to(ids.device)}
+        if self.takes_positions:
+            inputs["position_ids"] = positions.to(ids.device)
+        if self.keeps_logits:
+            inputs["logits_to_keep"] = keep
+        return self.model(**inputs, cache=self.rows.cache, use_cache=True).logits

@@ -1,0 +1,155 @@
+"""The assistant family: acceptance of a perfect drafter, its cache in step, stops without bias, other tokenizers."""
+
+import pytest
+import torch
+from conftest import tiny_llama
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import AutoConfig, AutoModel, MistralConfig, MistralForCausalLM, PreTrainedTokenizerFast
+
+from hf_specdraft import AutoDrafter
+from hf_specdraft.draft import Commit, Context
+from hf_specdraft.drafters.assistant import AssistantConfig, AssistantDrafter, AssistantSession
+from hf_specdraft.drafters.base import TargetView
+
+GREEDY = dict(do_sample=False, max_new_tokens=24)
+
+
+def padded(lengths, vocab=64, width=None):
+    width = width or max(lengths)
+    ids, mask = torch.zeros(2, len(lengths), width, dtype=torch.long)
+    for row, length in enumerate(lengths):
+        ids[row, width - length :] = torch.randint(1, vocab, (length,))
+        mask[row, width - length :] = 1
+    return ids, mask
+
+
+def drafter_for(seed=1, **fields):
+    return AssistantDrafter.from_model(tiny_llama(seed), policy="fixed", **fields)
+
+
+@pytest.mark.parametrize("lengths", [[8], [5, 8, 11, 3]])
+def test_a_copy_of_the_target_is_always_right(lengths):
+    target = tiny_llama()
+    drafter = AssistantDrafter.from_model(tiny_llama(), policy="fixed")
+    ids, mask = padded(lengths)
+    plain = target.generate(ids, attention_mask=mask, **GREEDY)
+    out = target.generate(ids, attention_mask=mask, assistant_model=drafter, return_dict_in_generate=True, **GREEDY)
+    assert torch.equal(out.sequences, plain)
+    assert out.speculation.acceptance == 1.0
+    assert out.speculation.rounds == [4] * len(lengths)  # 23 tokens after the prefill's, 6 a round
+
+
+@pytest.mark.parametrize("lengths", [[8], [5, 8, 11, 3]])
+def test_another_model_changes_nothing(lengths):
+    target, drafter = tiny_llama(), drafter_for()
+    ids, mask = padded(lengths)
+    plain = target.generate(ids, attention_mask=mask, **GREEDY)
+    assert torch.equal(target.generate(ids, attention_mask=mask, assistant_model=drafter, **GREEDY), plain)
+
+
+def windowed(seed):
+    torch.manual_seed(seed)
+    shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    config = MistralConfig(vocab_size=64, num_key_value_heads=2, sliding_window=8, initializer_range=0.5, **shape)
+    return MistralForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("make", [tiny_llama, windowed])
+def test_proposals_equal_those_of_a_fresh_session(make):
+    """Whatever was accepted, and however rows came and went, the cache holds just the committed text."""
+    drafter, view = AssistantDrafter.from_model(make(3)), TargetView(tiny_llama())
+    texts = [torch.randint(1, 64, (n,)).tolist() for n in (12, 5, 9)]
+    session = drafter.start(view, 3)
+    session.observe(Commit([list(t) for t in texts]))
+    for round, accepted in enumerate([(0, 1, 2), (4, 0, 0), (2, 2, 1), (0, 4, 3)]):
+        anchor = torch.tensor([text[-1] for text in texts])
+        context = Context(anchor, [len(t) - 1 for t in texts], [4] * len(texts), 4)
+        draft = session.propose(context)
+        fresh = drafter.start(view, len(texts))
+        fresh.observe(Commit([list(t) for t in texts]))
+        assert torch.equal(draft.tokens, fresh.propose(context).tokens)
+        new = [draft.tokens[b, :n].tolist() + [7] for b, n in enumerate(accepted[: len(texts)])]
+        texts = [text + n for text, n in zip(texts, new)]
+        session.observe(Commit(new))
+        if round == 1:  # a row leaves, and drafting pauses for a while
+            session.keep([0, 2])
+            texts = [texts[0], texts[2]]
+            for _ in range(5):
+                session.observe(Commit([[3], [4]]))
+            texts = [text + [t] * 5 for text, t in zip(texts, (3, 4))]
+
+
+def test_an_unsure_token_ends_the_draft_but_stays_in_it():
+    drafter = drafter_for(confidence_threshold=0.999)
+    session = drafter.start(TargetView(tiny_llama()), 1)
+    session.observe(Commit([[5, 6, 7]]))
+    draft = session.propose(Context(torch.tensor([7]), [2], [5], 5))
+    assert draft.valid.sum() == 1 and draft.confidence[0, 0].item() < 0.999
+    session.observe(Commit([[9]]))
+    sampled = session.propose(Context(torch.tensor([9]), [3], [5], 5, do_sample=True))
+    assert sampled.law.rows.all(), "stopping after the token keeps the row's law"
+
+
+def test_threshold_given_to_generate_acts():
+    target, drafter = tiny_llama(), drafter_for()
+    ids, _ = padded([8])
+    run = lambda **kwargs: target.generate(  # noqa: E731
+        ids, assistant_model=drafter, return_dict_in_generate=True, **GREEDY, **kwargs
+    )
+    assert run(assistant_confidence_threshold=0.9999).speculation.drafted < run().speculation.drafted
+
+
+@pytest.mark.parametrize("target_vocab, own_vocab", [(80, 64), (64, 80)])
+def test_padded_vocabularies_of_unequal_size(target_vocab, own_vocab):
+    target = tiny_llama(vocab=target_vocab)
+    drafter = AssistantDrafter.from_model(tiny_llama(1, vocab=own_vocab), policy="fixed")
+    ids, _ = padded([8])
+    plain = target.generate(ids, **GREEDY)
+    assert torch.equal(target.generate(ids, assistant_model=drafter, **GREEDY), plain)
+    target.generate(ids, assistant_model=drafter, do_sample=True, max_new_tokens=24)
+
+
+def test_save_and_load(tmp_path):
+    drafter = AssistantDrafter(AssistantConfig.tiny())
+    drafter.save_pretrained(tmp_path)
+    assert not list(tmp_path.glob("*.bin"))
+    ids = torch.randint(1, 64, (1, 6))
+    for loaded in (AutoDrafter.from_pretrained(tmp_path), AutoModel.from_pretrained(tmp_path)):
+        assert isinstance(loaded, AssistantDrafter)
+        assert torch.equal(loaded(ids).logits, drafter.eval()(ids).logits)
+    assert AutoConfig.from_pretrained(tmp_path).assistant_config.model_type == "llama"
+    target = tiny_llama()
+    plain = target.generate(ids, **GREEDY)
+    assert torch.equal(target.generate(ids, assistant_model=loaded, **GREEDY), plain)
+
+
+def letters(order: str, bos: bool, merged=()) -> PreTrainedTokenizerFast:
+    """A tokenizer over a few letters; `merged` are pairs of letters that are one token."""
+    words = ["<unk>", "<s>", *order, *merged]
+    tokenizer = Tokenizer(
+        models.BPE({w: i for i, w in enumerate(words)}, [tuple(m) for m in merged], unk_token="<unk>")
+    )
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "isolated")
+    if bos:
+        tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", unk_token="<unk>")
+
+
+def test_different_tokenizers(monkeypatch):
+    """Field case 50: equal to plain, one start token in the assistant's input, positions of its own length."""
+    ours = letters("abcdefgh", bos=False, merged=("ab", "cd", "ef"))
+    theirs = letters("hgfedcba", bos=True)
+    target = tiny_llama(vocab=len(ours))
+    drafter = AssistantDrafter.from_model(tiny_llama(1, vocab=len(theirs)), policy="fixed")
+    texts = []
+    replace = AssistantSession.replace
+    monkeypatch.setattr(AssistantSession, "replace", lambda self, new: (texts.extend(new), replace(self, new))[1])
+    inputs = ours("abcdabgheffeabcdhg", return_tensors="pt")
+    assert len(theirs("abcdabgheffeabcdhg")["input_ids"]) > inputs.input_ids.shape[1] + 1
+    for rows in (1, 2):
+        ids = inputs.input_ids.repeat(rows, 1)
+        plain = target.generate(ids, **GREEDY)
+        both = dict(tokenizer=ours, assistant_tokenizer=theirs)
+        assert torch.equal(target.generate(ids, assistant_model=drafter, **both, **GREEDY), plain)
+    assert texts and all(text[0] == 1 and text.count(1) == 1 for text in texts)
