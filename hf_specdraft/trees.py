@@ -59,7 +59,7 @@ def children(parents: Tensor, valid: Tensor) -> Tensor:
     K is the largest number of siblings, at least 1.
     """
     batch, nodes = parents.shape
-    rank = (_siblings(parents, valid) & torch.ones(nodes, nodes, dtype=torch.bool).tril(-1)).sum(2)
+    rank = siblings(parents, valid).tril(-1).sum(2)
     width = int(rank.max()) + 1 if rank.numel() else 1
     # Padding is written into a row of its own, which is cut off.
     place = torch.where(valid, parents + 1, nodes + 1) * width + torch.where(valid, rank, 0)
@@ -68,7 +68,7 @@ def children(parents: Tensor, valid: Tensor) -> Tensor:
     return table.view(batch, nodes + 2, width)[:, : nodes + 1]
 
 
-def _siblings(parents: Tensor, valid: Tensor) -> Tensor:
+def siblings(parents: Tensor, valid: Tensor) -> Tensor:
     """[B, N, N] bool: both nodes are valid and have the same parent."""
     return (parents[:, :, None] == parents[:, None, :]) & valid[:, :, None] & valid[:, None, :]
 
@@ -204,7 +204,7 @@ def prune(draft: Draft, keep: Tensor, looked_at_token: bool) -> Draft:
         rows = law.rows
         if not law.replacement:
             lost = draft.valid & ~kept
-            orphaned = _siblings(draft.parents, draft.valid) & kept[:, :, None] & lost[:, None, :]
+            orphaned = siblings(draft.parents, draft.valid) & kept[:, :, None] & lost[:, None, :]
             rows = rows & ~orphaned.tril(-1).flatten(1).any(1)
         law = replace(law, probs=select(law.probs), ids=select(law.ids), rows=rows)
     return replace(

@@ -57,7 +57,8 @@ def match(chosen: Tensor, tokens: Tensor, parents: Tensor, valid: Tensor) -> Ver
     """Rules B and C: a node is accepted if its parent is and its token is `chosen` [B, N+1] at its parent's row.
 
     `chosen` is the argmax of each row (greedy), or a draw from each row with noise that the tree was not built from;
-    either is exact for any tree. The deepest accepted node wins, the first of equally deep ones. `tokens` [B, N] are on
+    either is exact for any tree. Of siblings with the same token only the first counts: their rows have draws of their
+    own, and to follow the luckier one would bias the law (`trees.merge` makes one node of them). `tokens` [B, N] are on
     the device of `chosen`, `parents` and `valid` [B, N] on the CPU.
     """
     device = tokens.device
@@ -68,7 +69,9 @@ def match(chosen: Tensor, tokens: Tensor, parents: Tensor, valid: Tensor) -> Ver
         # A chain's accepted node j is j steps down: where accepted is 1 the path says j, elsewhere -1.
         path = torch.arange(1, tokens.shape[1] + 1, device=device) * accepted - 1
         return Verdict(path, length, chosen.gather(1, length[:, None])[:, 0])
-    hit = chosen.gather(1, (parents + 1).to(device)) == tokens
+    earlier = trees.siblings(parents, valid).tril(-1).to(device)
+    twin = (earlier & (tokens[:, :, None] == tokens[:, None, :])).any(2)
+    hit = (chosen.gather(1, (parents + 1).to(device)) == tokens) & ~twin
     path, length, row = _deepest(hit, parents, valid)
     return Verdict(path, length, chosen.gather(1, row[:, None])[:, 0])
 
