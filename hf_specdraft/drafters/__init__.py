@@ -8,10 +8,10 @@ import pkgutil
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoModel
+from transformers import AutoConfig, AutoModel, AutoTokenizer
 from transformers.utils import CONFIG_NAME, cached_file
 
-from .base import Context, Drafter, DrafterConfig, Session, TargetView
+from .base import Context, Drafter, DrafterConfig, Session, TargetTokens, TargetView
 
 __all__ = ["AutoDrafter", "Context", "Drafter", "DrafterConfig", "Session", "TargetView", "families", "register"]
 
@@ -19,11 +19,12 @@ _FAMILIES: dict[str, type[Drafter]] = {}
 
 
 def register(drafter_class: type[Drafter]) -> type[Drafter]:
-    """Class decorator: make the family known to AutoConfig, AutoModel and AutoDrafter under its config's model_type."""
+    """Class decorator: make the family known to AutoDrafter and transformers' Auto classes by its model_type."""
     config_class = drafter_class.config_class
     _FAMILIES[config_class.model_type] = drafter_class
     AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
     AutoModel.register(config_class, drafter_class, exist_ok=True)
+    AutoTokenizer.register(config_class, TargetTokens, exist_ok=True)
     return drafter_class
 
 
@@ -33,7 +34,7 @@ def families() -> dict[str, type[Drafter]]:
 
 
 class AutoDrafter:
-    """Loads any drafter: a folder or Hub repository saved by this package, or one published in a dialect a family reads.
+    """Loads any drafter: a folder or Hub repository saved by this package, or published in a dialect a family reads.
 
     Many published drafters say `model_type: qwen3`; AutoModel would return a wrong, half-random model for them.
     """

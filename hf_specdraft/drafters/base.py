@@ -1,4 +1,4 @@
-"""The whole contract of a drafter: a config, a model that holds weights only, and a session that holds a call's state."""
+"""The contract of a drafter: a config, a model that holds weights only, a session that holds a call's state."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from ..draft import Commit, Context, Draft
 
@@ -60,23 +60,61 @@ def _device_of(module: nn.Module, default: torch.device) -> torch.device:
     return default if tensor is None or tensor.device.type == "meta" else tensor.device
 
 
+class TargetTokens:
+    """Stands for the tokenizer of a drafter, which speaks the target's own tokens: what AutoTokenizer makes of a folder
+    of ours that holds no tokenizer files, because transformers' pipelines load one with every assistant folder."""
+
+    @classmethod
+    def from_pretrained(cls, name_or_path, *args, **kwargs) -> TargetTokens:
+        return cls()
+
+
+# What transformers itself may pass to a config beside the fields, and handles (a training script's `use_cache` too).
+_UPSTREAM_KEYS = {
+    *GenerationConfig._get_default_generation_params(),
+    "model_type",
+    "torch_dtype",
+    "name_or_path",
+    "attn_implementation",
+    "experts_implementation",
+    "output_attentions",
+    "per_layer_config",
+    "quantization_config",
+    "auto_map",
+    "rope_theta",
+    "rope_scaling",
+    "partial_rotary_factor",
+}
+
+
 class DrafterConfig(PreTrainedConfig):
-    """Fields every family has.
+    """Fields every family has. An unknown one is a ValueError: a setting that acts on nothing hides a mistake.
 
     vocab_size: the TARGET's vocabulary; a reduced draft vocabulary has its own field.
     num_assistant_tokens: how deep a draft goes when the caller does not say.
     tree_nodes: nodes verified per round when the target accepts trees; 0 drafts chains.
     policy: "auto" switches drafting off while it does not pay, "fixed" always drafts.
     target_name: the target the drafter was made for, for messages.
+    bos_token_id, eos_token_id, pad_token_id: the target's, or None. Drafting ignores them; a pipeline given a drafter
+        object without assistant_tokenizer wants them, and vocab_size, equal to the target's.
     """
 
     vocab_size: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
     num_assistant_tokens: int = 8
     tree_nodes: int = 0
     policy: str = "auto"
     target_name: str | None = None
 
     def __post_init__(self, **kwargs):
+        unknown = {key for key in kwargs if not key.startswith("_")} - _UPSTREAM_KEYS
+        if unknown:
+            raise ValueError(
+                f"{type(self).__name__} has no field {', '.join(sorted(unknown))}; correct the name, or use a version of "
+                "hf_specdraft that knows it"
+            )
         super().__post_init__(**kwargs)
         if self.num_assistant_tokens < 1:
             raise ValueError(f"num_assistant_tokens must be at least 1, got {self.num_assistant_tokens}")
@@ -84,6 +122,14 @@ class DrafterConfig(PreTrainedConfig):
             raise ValueError(f"tree_nodes must not be negative, got {self.tree_nodes}; 0 drafts chains")
         if self.policy not in ("auto", "fixed"):
             raise ValueError(f"policy must be 'auto' or 'fixed', got {self.policy!r}")
+
+    def to_dict(self) -> dict:
+        """As PreTrainedConfig.to_dict. A saved folder also names AutoModel among its architectures: pipelines look for
+        the class of an assistant in transformers itself, and AutoModel is the one there that knows ours."""
+        output = super().to_dict()
+        if output.get("architectures"):
+            output["architectures"] = [*(a for a in output["architectures"] if a != "AutoModel"), "AutoModel"]
+        return output
 
     @classmethod
     def tiny(cls, **overrides) -> DrafterConfig:
@@ -98,8 +144,10 @@ class Drafter(PreTrainedModel):
     base_model_prefix = ""
     # Layers whose output the session wants as features, as zero-based layer ids; -1 is the embedding output.
     feature_layers: tuple[int, ...] = ()
-    # Whether a draft costs so little (no network) that a policy may keep asking for one it will not verify.
+    # Whether a draft costs next to nothing (no network), so that asking in vain is no loss.
     is_free: bool = False
+    # Whether a draft's cost grows with its depth (one pass per level).
+    is_sequential: bool = False
 
     @property
     def device(self) -> torch.device:
@@ -115,7 +163,7 @@ class Drafter(PreTrainedModel):
     def check(self, view: TargetView) -> None:
         """Raise ValueError, with cause and remedy, when this drafter cannot serve the target."""
         vocab = self.config.vocab_size
-        if vocab is not None and abs(vocab - view.vocab_size) > max(vocab, view.vocab_size) // 2:
+        if vocab is not None and 4 * abs(vocab - view.vocab_size) > max(vocab, view.vocab_size):
             raise ValueError(
                 f"drafter was built for a vocabulary of {vocab} but the target has {view.vocab_size}; load the target "
                 f"named in drafter.config.target_name ({self.config.target_name})"
