@@ -112,8 +112,8 @@ class DrafterConfig(PreTrainedConfig):
         unknown = {key for key in kwargs if not key.startswith("_")} - _UPSTREAM_KEYS
         if unknown:
             raise ValueError(
-                f"{type(self).__name__} has no field {', '.join(sorted(unknown))}; correct the name, or use a version of "
-                "hf_specdraft that knows it"
+                f"{type(self).__name__} has no field {', '.join(sorted(unknown))}; correct the name, or use a version "
+                "of hf_specdraft that knows it"
             )
         super().__post_init__(**kwargs)
         if self.num_assistant_tokens < 1:
