@@ -1,4 +1,4 @@
-"""The loop: prefill, then rounds of propose / budget / score / verify / commit / observe. It knows no method by name."""
+"""The loop: prefill, then rounds of propose, budget, score, verify, commit, observe. It knows no method by name."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def decode(
     call.rows.streamer = streamer
     try:
         with torch.no_grad():
-            call.prefill(input_ids)
+            call.prefill(input_ids, synced_gpus)
             with model._optimize_model_for_decode():
                 while model._has_unfinished_sequences(call.rows.all_done, synced_gpus, device=input_ids.device):
                     call.round()
@@ -74,15 +74,10 @@ class _Call:
         self.clock = Clock(self.device)
         self.active = list(range(batch))
         self.stats = Speculation([0] * batch, [0] * batch)
-        length = self.settings.length or drafter.config.num_assistant_tokens
-        heuristic = self.settings.schedule != "constant"
-        self.policy: FixedLength | PaysOff = FixedLength(length, heuristic, batch)
-        if drafter.config.policy == "auto":
-            self.policy = PaysOff(self.policy, costs_of(model, drafter, batch))
 
     # ---- the steps ----
 
-    def prefill(self, input_ids: Tensor) -> None:
+    def prefill(self, input_ids: Tensor, synced: bool) -> None:
         """The prompt through the target, its first token, and the drafter's session."""
         cache = self.target.kwargs.get("cache")
         self.handed_back = self.config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
@@ -91,6 +86,7 @@ class _Call:
             outputs = self.target.prefill(input_ids)
         self.start = list(self.target.rows.start)
         self.context_columns = self.target.rows.columns
+        self.policy = self._policy(synced)
         self.session, known = _resume_or_start(cache, past, self.drafter, self.view, self._prompts(input_ids))
         empty = Draft.empty(len(self.active), self.device)
         logits = outputs.logits[:, -1:]
@@ -105,6 +101,7 @@ class _Call:
 
     def round(self) -> None:
         """One round; every call makes exactly one target pass, so that synchronised ranks stay in step."""
+        before = self.clock.snapshot() if self._measures else {}
         draft, offered = self._propose()
         with self.clock("target"):
             outputs = self.target.score(self.anchor, draft)
@@ -121,11 +118,12 @@ class _Call:
             self.session.observe(Commit(committed, features))
             if leaving is not None:
                 self.session.keep(leaving)
-        self._calibrate(offered)
         self.policy.observe(self.active, offered, committed)
         if leaving is not None:
             self.active = [self.active[b] for b in leaving]
         self._end_round()
+        if before and not self.rows.all_done and (draft.shape[1] or not self.drafter.is_free):
+            self._measure(draft, before)
 
     def finish(self) -> SpeculativeOutput | Tensor:
         """What plain generate would return, with the cache as it would have left it."""
@@ -136,7 +134,10 @@ class _Call:
         if self.handed_back:
             columns = self.context_columns + max(self.stats.tokens) - 1
             held = [self.target.rows.columns - s for s in self.target.rows.start]
-            unfed = [s + h < columns and h < self.context_columns - s + t for s, h, t in zip(self.start, held, self.stats.tokens)]
+            unfed = [
+                s + h < columns and h < self.context_columns - s + t
+                for s, h, t in zip(self.start, held, self.stats.tokens)
+            ]
             last = torch.tensor([new[-1] for new in self.rows.new], device=self.device)
             self.target.hand_back(self.start, columns, unfed, last)
             self.target.cache.speculation_session = self.session, self._everything()
@@ -153,21 +154,15 @@ class _Call:
         """The draft to verify, and per row how deep it goes."""
         rows, done = self.active, self.rows.done
         room = [0 if done[row] else self.rows.remaining(row) - 1 for row in rows]
-        rehearsal = self.policy.rehearses
-        wanted = self.policy.lengths_to_rehearse(rows) if rehearsal else self.policy.before(rows)
-        lengths = [min(w, r) for w, r in zip(wanted, room)]
-        empty = Draft.empty(len(rows), self.device)
+        lengths = [min(w, r) for w, r in zip(self.policy.before(rows), room)]
         if not any(lengths):
             self.stats.paused_rounds += any(room)
-            return empty, [0] * len(rows)
+            return Draft.empty(len(rows), self.device), [0] * len(rows)
         context = self._context(lengths)
         with self.clock("draft"):
             draft = self.session.propose(context)
         draft = _checked(draft, lengths, context.tree)
         self.stats.drafted += int(draft.valid.sum())
-        if rehearsal:
-            self.policy.rehearse(rows, draft, draft.tokens.tolist())
-            return empty, [0] * len(rows)
         if draft.is_chain:
             return draft, draft.valid.sum(1).tolist()
         return draft, torch.where(draft.valid, _depths(draft), 0).amax(1).tolist()
@@ -263,7 +258,7 @@ class _Call:
         return self.rows.scores(row, len(self.rows.new[row]), ahead)
 
     def _commit_tokens(self, draft: Draft, verdict: Verdict, logits: Tensor, outputs) -> list[list[int]]:
-        """Append each row's accepted tokens up to its stop; sets `kept` (columns of the pass that stay) and `anchor`."""
+        """Append each row's accepted tokens up to its stop; sets `kept`, the columns of the pass that stay."""
         nodes = draft.shape[1]
         path = verdict.path
         tokens = draft.tokens.to(path.device).gather(1, path.clamp(min=0)) if nodes else path
@@ -306,13 +301,40 @@ class _Call:
         self.rows.check_clock()
         self.rows.stream()
 
-    def _calibrate(self, offered: list[int]) -> None:
-        if not isinstance(self.policy, PaysOff) or self.policy.costs.known:
-            return
-        if any(offered):
-            self.policy.calibrated(scored=self.clock.measured("target"), draft=self.clock.measured("draft"))
-        else:
-            self.policy.calibrated(plain=self.clock.measured("target"))
+    def _policy(self, synced: bool) -> FixedLength | PaysOff:
+        """Ranks in step must make the same passes, so each keeps on drafting whatever its own clock says."""
+        drafter, given = self.drafter, self.settings.length
+        constant = self.settings.schedule == "constant"
+        inner = FixedLength(given or drafter.config.num_assistant_tokens, not constant, self.rows.batch)
+        if synced or drafter.config.policy == "fixed":
+            return inner
+        nodes = drafter.config.tree_nodes if self.target.trees else 0
+        return PaysOff(
+            inner,
+            costs_of(self.model, drafter, self.rows.batch, self.context_columns, inner.lengths[0], nodes),
+            nodes,
+            adaptive=constant and given is None and not nodes,
+            sequential=drafter.is_sequential,
+            free=drafter.is_free,
+        )
+
+    @property
+    def _measures(self) -> bool:
+        return self.policy.costs is not None and not self.policy.costs.known
+
+    def _measure(self, draft: Draft, before: dict[str, float]) -> None:
+        """Tell the policy what this round took and, once it has heard enough, what bare passes take."""
+        took = {name: seconds - before[name] for name, seconds in self.clock.snapshot().items()}
+        if self.policy.costs.hear(draft.shape[1], took["target"], took["draft"]):
+            self.policy.costs.settle(min(self._bare_pass() for _ in range(3)))
+
+    def _bare_pass(self) -> float:
+        """Seconds of a pass over the anchor alone, which leaves no trace."""
+        before = self.clock.snapshot()["target"]
+        with self.clock("target"):
+            self.target.score(self.anchor, Draft.empty(len(self.active), self.device))
+        self.target.rows.commit(1, [[] for _ in self.active])
+        return self.clock.snapshot()["target"] - before
 
     def _prompts(self, input_ids: Tensor) -> list[list[int]]:
         """Prompt ids of each row without its left padding (all there are: none when the prompt came as embeddings)."""
@@ -334,7 +356,9 @@ def _checked(draft: Draft, lengths: list[int], tree: bool) -> Draft:
     if not draft.is_chain and draft.shape[1]:
         draft.is_chain = trees.is_chain(draft.parents, draft.valid)
     if not draft.is_chain and not tree:
-        raise ValueError("the drafter returned a tree, but this target or cache takes chains only (context.tree is False)")
+        raise ValueError(
+            "the drafter returned a tree, but this target or cache takes chains only (context.tree is False)"
+        )
     draft.valid = draft.valid & (_depths(draft) <= torch.tensor(lengths)[:, None])
     return draft
 

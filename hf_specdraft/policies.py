@@ -1,18 +1,15 @@
-"""How long to draft, and whether drafting pays at all.
+"""How deep to draft, and whether drafting pays at all.
 
-Costs are measured once per target, drafter and batch size, rounded, and kept for the life of the process; every
-decision after that compares counts, never the clock, so that a seed reproduces an output.
+Costs are measured once per target, drafter and kind of call, and kept for the life of the process; no decision is made
+before they are known, and every decision compares counts, never the clock, so that a seed reproduces an output.
 """
 
 from __future__ import annotations
 
-import math
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from transformers import GenerationConfig
-
-from .draft import Draft
 
 _UPSTREAM = GenerationConfig._get_default_generation_params()
 
@@ -40,8 +37,8 @@ class Settings:
         )
         if settings.length is not None and settings.length < 1:
             raise ValueError(
-                f"num_assistant_tokens is {settings.length}; it must be at least 1. To generate without drafting, leave "
-                "assistant_model out"
+                f"num_assistant_tokens is {settings.length}; it must be at least 1. To generate without drafting, "
+                "leave assistant_model out"
             )
         if settings.schedule not in ("constant", "heuristic", "heuristic_transient"):
             raise ValueError(
@@ -52,34 +49,49 @@ class Settings:
 
 @dataclass
 class Costs:
-    """Seconds of one plain target pass, one target pass over a full draft, and one draft of full length."""
+    """Seconds that a pair of target and drafter takes: the least of a few measurements each.
+
+    plain: one target pass without a draft, None until measured.
+    node: what every node adds to a pass (its cost is taken as linear in its width).
+    draft: one draft of full depth, with what the session does when it hears the outcome.
+    """
 
     plain: float | None = None
-    scored: float | None = None
-    draft: float | None = None
-    width: int = 0
+    node: float = 0.0
+    draft: float = 0.0
+    _rounds: list[tuple[int, float, float]] = field(default_factory=list)
 
     @property
     def known(self) -> bool:
-        return None not in (self.plain, self.scored, self.draft)
+        return self.plain is not None
 
+    def hear(self, nodes: int, target: float, draft: float) -> bool:
+        """Take down a drafted round; whether there are enough of them to `settle`."""
+        self._rounds.append((nodes, target, draft))
+        return len(self._rounds) >= PaysOff.warm_up
 
-def _rounded(seconds: float) -> float:
-    """To the nearest eighth of an octave: what two measurements of the same thing usually agree on."""
-    return 2.0 ** (round(8 * math.log2(max(seconds, 1e-9))) / 8)
+    def settle(self, plain: float) -> None:
+        """Fix the costs for good, given the seconds of a plain pass."""
+        self.node = max(0.0, min(((target - plain) / nodes for nodes, target, _ in self._rounds if nodes), default=0.0))
+        self.draft = min(draft for _, _, draft in self._rounds)
+        self.plain = plain
 
 
 _measured: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
-def costs_of(target, drafter, batch: int) -> Costs:
-    """The record of what this pair costs at this batch size; filled in by the first call that needs it."""
+def costs_of(target, drafter, batch: int, columns: int, depth: int, nodes: int) -> Costs:
+    """The record of what this pair costs for `batch` prompts of `columns` tokens (each to the next power of two) and
+    drafts of `depth` levels and `nodes` nodes; filled in by the first call that needs it."""
     per_drafter = _measured.setdefault(target, weakref.WeakKeyDictionary())
-    return per_drafter.setdefault(drafter, {}).setdefault(1 << (batch - 1).bit_length(), Costs())
+    kind = ((batch - 1).bit_length(), columns.bit_length(), depth, nodes)
+    return per_drafter.setdefault(drafter, {}).setdefault(kind, Costs())
 
 
 class FixedLength:
     """Always drafts: the same length, or transformers' heuristic (+2 after full acceptance, -1 otherwise) per row."""
+
+    costs: Costs | None = None
 
     def __init__(self, length: int, heuristic: bool = False, batch: int = 1):
         self.heuristic = heuristic
@@ -97,119 +109,93 @@ class FixedLength:
             if depth:
                 self.lengths[row] = self.lengths[row] + 2 if len(tokens) > depth else max(1, self.lengths[row] - 1)
 
-    # A policy that always drafts needs neither costs nor rehearsals.
-    wants_plain = False
-    rehearses = False
-
 
 class PaysOff:
-    """Switches drafting off while it does not pay, and tries again.
+    """Drafts as deep as pays, and hardly ever while nothing does.
 
-    Tokens per pass are averaged over recent rounds. When they fall short of what a drafted round costs in plain passes,
-    drafting stops. While it is off, drafts are rehearsed now and then: made, not verified, and compared with the tokens
-    that then come. A rehearsal costs a draft and no target work, so rehearsals are spaced to cost little, and good ones
-    switch drafting on again.
+    The gain of a depth is how much faster than plain decoding a round of that depth is: expected tokens (1 + the
+    chances that 1, 2, ... levels are accepted, averaged over the rows) over seconds (`Costs`). The chance of a level is
+    counted over recent rounds; where little was counted it is taken to be that of the level before. While no depth
+    gains, every now and then one round is drafted all the same, so seldom that it costs at most `spend` of plain
+    decoding; good ones bring drafting back.
+
+    inner: proposes the lengths that are cut here.
+    nodes: nodes of a tree, 0 for chains.
+    adaptive: whether depths below the full one may be chosen; otherwise it is all or nothing.
+    sequential: whether a draft's cost grows with its depth.
+    free: whether a draft without any node costs nothing.
     """
 
     warm_up = 3  # drafted rounds before the first judgement
-    memory = 0.8  # weight of the past in the moving averages
-    margin = 1.02  # gain that keeps drafting on
-    return_margin = 1.15  # gain that switches it on again
-    spend = 0.02  # share of plain time that rehearsals may take
-    first_gap = 8  # tokens before the first rehearsal; doubles while rehearsals fail
+    memory = 0.9  # weight of the past in the counts, per drafted round
+    memory_off = 0.5  # the same while drafting is off: the rare rounds that are left speak for all those between them
+    prior, prior_weight = 0.5, 0.5  # chance of the first level, and rounds it counts for, before anything is known
+    spend = 0.05  # share of plain time that drafting may cost while it is off
 
-    def __init__(self, inner: FixedLength, costs: Costs):
-        self.inner, self.costs = inner, costs
-        self.on = True
-        self.rounds = 0
-        self.average = 0.0
-        self.gap = self.first_gap
-        self.waited = 0
-        self.wants_plain = False
-        self._predicted: list[list[int]] | None = None
-        self._came: list[list[int]] = []
-        self._rows: list[int] = []
-
-    @property
-    def rehearses(self) -> bool:
-        """Whether the loop should make a draft now and show it to `rehearse` instead of verifying it."""
-        return not self.on and self._predicted is None and self.waited >= self.gap
+    def __init__(
+        self,
+        inner: FixedLength,
+        costs: Costs,
+        nodes: int = 0,
+        adaptive: bool = False,
+        sequential: bool = False,
+        free: bool = False,
+    ):
+        self.inner, self.costs, self.nodes = inner, costs, nodes
+        self.adaptive, self.sequential, self.free = adaptive, sequential, free
+        self.full = max(inner.lengths)
+        self.depth: int | None = None  # None: whatever `inner` says
+        self.gain, self.gap, self.waited, self.rounds = 1.0, 0.0, 0, 0
+        self._asked = False
+        self._reached: list[float] = []
+        self._passed: list[float] = []
 
     def before(self, rows: list[int]) -> list[int]:
+        """Length for each of the request's rows `rows`; 0 for all while drafting does not pay."""
+        self._asked = self.gain >= 1 or self.waited >= self.gap
         lengths = self.inner.before(rows)
-        return lengths if self.on and not self.wants_plain else [0] * len(lengths)
-
-    def lengths_to_rehearse(self, rows: list[int]) -> list[int]:
-        return self.inner.before(rows)
-
-    def rehearse(self, rows: list[int], draft: Draft, tokens: list[list[int]]) -> None:
-        """Remember each row's likeliest drafted path (the first child at every level)."""
-        self._rows = list(rows)
-        self._predicted = []
-        for b in range(len(rows)):
-            path, node = [], -1
-            for j in range(draft.tokens.shape[1]):
-                if bool(draft.valid[b, j]) and int(draft.parents[b, j]) == node:
-                    path.append(tokens[b][j])
-                    node = j
-            self._predicted.append(path)
-        self._came = [[] for _ in rows]
+        if not self._asked:
+            return [0] * len(rows)
+        return lengths if self.depth is None else [min(length, self.depth) for length in lengths]
 
     def observe(self, rows: list[int], offered: list[int], committed: list[list[int]]) -> None:
+        """Hear the offered depth and the committed tokens of each row."""
         self.inner.observe(rows, offered, committed)
-        progressed = [len(tokens) for tokens in committed if tokens]
-        if not progressed:
+        self.waited += 1
+        if not self._asked or self.free and not any(offered):
             return
-        if any(offered):
-            self._drafted_round(offered, committed)
-        else:
-            self.waited += max(progressed)
-            self._check_rehearsal(rows, committed)
-
-    def _drafted_round(self, offered: list[int], committed: list[list[int]]) -> None:
-        gains = [len(tokens) for depth, tokens in zip(offered, committed) if tokens]
-        mean = sum(gains) / len(gains)
-        self.average = mean if self.rounds == 0 else self.memory * self.average + (1 - self.memory) * mean
         self.rounds += 1
-        full = 1 + max(offered)
-        # A drafter that is mostly right surely pays, unless it costs as much as the target; else find out what a
-        # plain pass costs.
-        doubtful = self.average < 0.7 * full or (self.costs.draft or 0) > 0.3 * (self.costs.scored or math.inf)
-        self.wants_plain = doubtful and self.rounds >= self.warm_up and self.costs.plain is None
-        if self.costs.known and self.rounds >= self.warm_up and self._gain(self.average) < self.margin:
-            self.on, self.waited, self._predicted = False, 0, None
+        self.waited = 0
+        self._count([(depth, len(tokens) - 1) for depth, tokens in zip(offered, committed) if tokens])
+        if self.costs.known and self.rounds >= self.warm_up:
+            self._judge()
 
-    def _gain(self, tokens_per_pass: float) -> float:
-        costs = self.costs
-        return tokens_per_pass * costs.plain / (costs.scored + costs.draft)
+    def _count(self, outcomes: list[tuple[int, int]]) -> None:
+        """Add one round's (offered, accepted) levels of each row. A row without an offer counts as a failure: its share
+        of the pass, or at least its draft, was paid for nothing."""
+        deepest = max(1, *(depth for depth, _ in outcomes))
+        memory = self.memory if self.gain >= 1 else self.memory_off
+        for counts in (self._reached, self._passed):
+            counts[:] = [memory * c for c in counts] + [0.0] * (deepest - len(counts))
+        for depth, accepted in outcomes:
+            for level in range(min(max(1, depth), accepted + 1)):
+                self._reached[level] += 1 / len(outcomes)
+                self._passed[level] += (level < accepted) / len(outcomes)
 
-    def _check_rehearsal(self, rows: list[int], committed: list[list[int]]) -> None:
-        if self._predicted is None:
-            return
-        for row, tokens in zip(rows, committed):
-            if row in self._rows:
-                self._came[self._rows.index(row)] += tokens
-        if max(len(came) for came in self._came) < max(map(len, self._predicted), default=0):
-            return
-        hits = []
-        for predicted, came in zip(self._predicted, self._came):
-            right = 0
-            while right < min(len(predicted), len(came)) and predicted[right] == came[right]:
-                right += 1
-            hits.append(1 + right)
-        self._predicted, self.waited = None, 0
-        if self._gain(sum(hits) / len(hits)) >= self.return_margin:
-            self.on, self.rounds, self.gap = True, 0, self.first_gap
-            return
-        floor = self.costs.draft / (self.spend * self.costs.plain)
-        self.gap = int(min(max(2 * self.gap, floor), max(64, floor)))
+    def _judge(self) -> None:
+        """Choose the depth with the greatest gain."""
+        full = max(self.full, *self.inner.lengths)
+        self.gain, chance, reach, expected = 0.0, self.prior, 1.0, 1.0
+        for depth in range(1, full + 1):
+            reached, passed = (c[depth - 1] if depth <= len(c) else 0.0 for c in (self._reached, self._passed))
+            chance = (passed + self.prior_weight * chance) / (reached + self.prior_weight)
+            reach *= chance
+            expected += reach
+            gain = expected * self.costs.plain / self._seconds(depth)
+            if gain > self.gain and (self.adaptive or depth == full):
+                self.gain, self.depth = gain, depth
+        self.gap = (self._seconds(self.depth) / self.costs.plain - 1) / self.spend
 
-    def calibrated(self, plain: float | None = None, scored: float | None = None, draft: float | None = None) -> None:
-        """Hear measured seconds; only the first measurement of each kind counts, so that decisions stay reproducible."""
-        for name, seconds in (("plain", plain), ("scored", scored), ("draft", draft)):
-            if seconds is not None and getattr(self.costs, name) is None:
-                setattr(self.costs, name, _rounded(seconds))
-        if self.costs.plain is not None:
-            self.wants_plain = False
-            if self.costs.known and self.rounds >= self.warm_up and self._gain(self.average) < self.margin:
-                self.on, self.waited, self._predicted = False, 0, None
+    def _seconds(self, depth: int) -> float:
+        share = depth / self.full if self.sequential else 1.0
+        return self.costs.plain + self.costs.node * (self.nodes or depth) + self.costs.draft * share

@@ -62,13 +62,12 @@ class Speculation:
 
 
 class Clock:
-    """Adds up where the time goes. On CUDA the device is read once, at the end, from events in its own stream."""
+    """Adds up where the time goes. On CUDA the device is read at `snapshot` only, from events in its own stream."""
 
     def __init__(self, device: torch.device):
         self.cuda = device.type == "cuda"
         self.device = device
         self.seconds = {"target": 0.0, "draft": 0.0, "verify": 0.0, "commit": 0.0}
-        self.last: dict[str, float] = {}
         self._events: list[tuple] = []
         self._begin = time.perf_counter()
 
@@ -83,20 +82,16 @@ class Clock:
             return
         begin = time.perf_counter()
         yield
-        self.last[name] = time.perf_counter() - begin
-        self.seconds[name] += self.last[name]
+        self.seconds[name] += time.perf_counter() - begin
 
-    def measured(self, name: str) -> float:
-        """Seconds of the latest span `name`; waits for the device, so only for calibration."""
-        if self.cuda:
-            _, begin, end = next(event for event in reversed(self._events) if event[0] == name)
-            end.synchronize()
-            return begin.elapsed_time(end) / 1000
-        return self.last[name]
-
-    def finish(self) -> dict[str, float]:
+    def snapshot(self) -> dict[str, float]:
+        """Seconds so far by name; waits for the device."""
         if self._events:
             torch.cuda.synchronize(self.device)
             for name, begin, end in self._events:
                 self.seconds[name] += begin.elapsed_time(end) / 1000
-        return {**self.seconds, "total": time.perf_counter() - self._begin}
+            self._events.clear()
+        return dict(self.seconds)
+
+    def finish(self) -> dict[str, float]:
+        return {**self.snapshot(), "total": time.perf_counter() - self._begin}
