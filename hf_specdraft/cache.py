@@ -62,7 +62,7 @@ class RowCache:
         return torch.cat([self.mask, self.mask.new_ones(self.batch, width)], dim=-1)
 
     def commit(self, width: int, kept: list[list[int]], rows: list[int] | None = None) -> None:
-        """After a pass over `width` columns, keep of row b only the columns `kept[b]` (ascending offsets into the pass).
+        """After a pass over `width` columns, keep of row b only columns `kept[b]` (ascending offsets into the pass).
 
         rows: the rows that go on, in order; None keeps all.
         """
@@ -185,8 +185,9 @@ def refuse_uncuttable(cache: Cache | None) -> None:
         raise ValueError("encoder-decoder caches are handled by transformers' own assisted loop")
     if not cache.is_croppable:
         raise ValueError(
-            f"the target's cache cannot be cut back after a rejected draft ({_odd_layers(cache)}). Recurrent, hybrid and "
-            "quantised caches, and static caches shorter than the text on sliding-window layers, are not supported; "
+            f"the target's cache cannot be cut back after a rejected draft ({_odd_layers(cache)}). Recurrent, hybrid "
+            "and quantised caches, and static caches shorter than the text on sliding-window layers, are not supported;"
+            " "
             "use cache_implementation=None (dynamic) on an attention-only target, or generate without assistant_model"
         )
 

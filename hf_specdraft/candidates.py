@@ -1,8 +1,8 @@
 """Any chain drafter dressed as a transformers CandidateGenerator, for encoder-decoder targets in upstream's own loop.
 
-That loop is for one row and one chain. It hands back no hidden states in a form our features have, so drafters that read
-the target's layers are refused. Drafted tokens are returned without scores: the loop then keeps a token only while the
-target picks it itself, which is exact for any draft.
+That loop is for one row and one chain. It hands back no hidden states in a form our features have, so drafters that
+read the target's layers are refused. Drafted tokens are returned without scores: the loop then keeps a token only while
+the target picks it itself, which is exact for any draft.
 """
 
 from __future__ import annotations
@@ -21,6 +21,11 @@ class DraftCandidates(CandidateGenerator):
     """Candidates of one row's session. `input_ids` are the decoder's."""
 
     def __init__(self, model, drafter: Drafter, config: GenerationConfig, input_ids: Tensor):
+        if input_ids.shape[0] > 1:
+            raise ValueError(
+                f"encoder-decoder targets run in transformers' own assisted loop, which takes one row, but there are "
+                f"{input_ids.shape[0]}; generate them one by one, or leave assistant_model out"
+            )
         if drafter.feature_layers:
             raise ValueError(
                 f"{type(drafter).__name__} reads the target's hidden states, which transformers' encoder-decoder loop "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from . import trees, verification
+from . import trees
 from .draft import Commit, Context, Draft, Verdict
 from .drafters.base import Drafter, Session, TargetView
 from .policies import FixedLength, PaysOff, Settings, costs_of
@@ -21,6 +20,7 @@ from .rows import Rows
 from .sampling import Scorer
 from .speculation import Clock, Speculation
 from .target import TargetPass
+from .verifier import Verifier
 
 
 @dataclass
@@ -70,6 +70,7 @@ class _Call:
         self.rows = Rows(input_ids, criteria, None if pad is None else int(pad))
         self.target = TargetPass(model, config, model_kwargs, drafter.feature_layers)
         self.recorder = Recorder(config, self.rows, self.target, self.scorer)
+        self.verifier = Verifier(self.scorer, self.rows, self.recorder, drafter.config)
         self.device = model.device
         self.clock = Clock(self.device)
         self.active = list(range(batch))
@@ -90,7 +91,7 @@ class _Call:
         self.session, known = _resume_or_start(cache, past, self.drafter, self.view, self._prompts(input_ids))
         empty = Draft.empty(len(self.active), self.device)
         logits = outputs.logits[:, -1:]
-        verdict = self._verify(empty, logits)
+        verdict = self.verifier(empty, logits, self.active)
         self.recorder.prefill(outputs)
         features = self.target.prompt_features(outputs, self.drafter.device)
         committed = self._commit_tokens(empty, verdict, logits, None)
@@ -107,7 +108,7 @@ class _Call:
             outputs = self.target.score(self.anchor, draft)
         logits = outputs.logits[:, -1 - draft.shape[1] :]
         with self.clock("verify"):
-            verdict = self._verify(draft, logits)
+            verdict = self.verifier(draft, logits, self.active)
         with self.clock("commit"):
             positions = self._anchor_positions()
             committed = self._commit_tokens(draft, verdict, logits, outputs)
@@ -187,75 +188,6 @@ class _Call:
     def _anchor_positions(self) -> list[int]:
         """Position of each row's anchor, counted from its first unpadded token."""
         return [self.target.rows.columns - start for start in self.target.rows.start]
-
-    def _verify(self, draft: Draft, logits: Tensor) -> Verdict:
-        batch, nodes = draft.shape
-        uniforms = None
-        if self.scorer.do_sample:
-            uniforms = torch.rand(batch, 2 * nodes + 2, device=logits.device)
-        drawn = draft.law is not None and bool(draft.law.rows.any())
-        if self.scorer.prefix_free and not drawn:
-            chosen = self.scorer.choose(logits, None if uniforms is None else uniforms[:, : nodes + 1])
-            return verification.match(chosen, draft.tokens.to(chosen.device), draft.parents, draft.valid)
-        if uniforms is None:
-            uniforms = logits.new_zeros(batch, 2 * nodes + 2, dtype=torch.float32)
-        accept, emit = uniforms[:, :nodes], uniforms[:, -1]
-        vocab = logits.shape[-1]
-        if self.scorer.prefix_free:
-            at = torch.arange(batch, device=logits.device)
-
-            def row_at(index: Tensor, alive: Tensor | None = None) -> Tensor:
-                return self.scorer.distribution(self.scorer.warp(logits[at, index.to(at.device)]))
-
-            if draft.is_chain and bool(draft.law.rows.all()):
-                return verification.block(row_at, draft, accept, emit, vocab)
-        else:
-            row_at = self._prefixed_rows(draft, logits)
-        return verification.walk(row_at, draft, accept, emit, vocab)
-
-    def _prefixed_rows(self, draft: Draft, logits: Tensor):
-        """Probabilities of each row's current node after processors that read its prefix: called along the accepted
-        path only, in order, and never below a stop."""
-        parents, tokens = draft.parents.tolist(), draft.tokens.tolist()
-        stopped: set[int] = set()
-        self.recorder.processed = {}
-
-        def row_at(index: Tensor, alive: Tensor) -> Tensor:
-            where, going = index.tolist(), alive.tolist()
-            out = self.scorer.distribution(logits[torch.arange(len(where)), where].float())
-            rows, prefixes, at = [], [], []
-            for b, row in enumerate(self.active):
-                if not going[b] or b in stopped or self.rows.done[row]:
-                    continue
-                nodes, node = [], where[b] - 1
-                while node >= 0:
-                    nodes.insert(0, node)
-                    node = parents[b][node]
-                path = [tokens[b][node] for node in nodes]
-                columns = [0, *(node + 1 for node in nodes)]
-                scores = partial(self._scores_along, b, row, columns[:-1], logits)
-                if path and self.rows.ends(row, path, scores):
-                    stopped.add(b)
-                    continue
-                rows.append(row)
-                at.append(b)
-                prefixes.append(self.rows.prefix(row, path))
-            if at:
-                raw = logits[torch.tensor(at), [where[b] for b in at]].float()
-                scores = self.scorer.process(raw, rows, prefixes)
-                out[at] = self.scorer.distribution(scores)
-                for i, b in enumerate(at):
-                    self.recorder.processed[b, where[b]] = scores[i]
-            return out
-
-        return row_at
-
-    def _scores_along(self, b: int, row: int, columns: list[int], logits: Tensor) -> tuple | None:
-        """The scores plain generate would hold at this point, for a stopping criterion that reads them."""
-        if not self.recorder.scores:
-            return None
-        ahead = [self.recorder.score_of(b, column, logits) for column in columns]
-        return self.rows.scores(row, len(self.rows.new[row]), ahead)
 
     def _commit_tokens(self, draft: Draft, verdict: Verdict, logits: Tensor, outputs) -> list[list[int]]:
         """Append each row's accepted tokens up to its stop; sets `kept`, the columns of the pass that stay."""

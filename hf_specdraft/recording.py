@@ -1,7 +1,7 @@
 """Scores, logits, hidden states and attentions of the committed tokens, in the shapes plain generate returns.
 
-Entry t of each tuple belongs to the t-th new token. Where rows of a batch end at different lengths, a row's entries after
-its own end are zero; plain generate fills them by running the model on padding.
+Entry t of each tuple belongs to the t-th new token. Where rows of a batch end at different lengths, a row's entries
+after its own end are zero; plain generate fills them by running the model on padding.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from .target import TargetPass
 class Recorder:
     """Collects what the caller asked for; costs nothing when nothing was asked.
 
-    processed: scores that were already computed for (row of the pass, row of the logits), by processors that may only be
-        called once per prefix.
+    processed: scores that were already computed for (row of the pass, row of the logits), by processors that may only
+        be called once per prefix.
     """
 
     def __init__(self, config: GenerationConfig, rows: Rows, target: TargetPass, scorer: Scorer):

@@ -73,6 +73,12 @@ class Scorer:
         self.do_sample = do_sample
         self.prefix_free = all(type(p) in PREFIX_FREE for p in self.processors)
         self._warpers = [p for p in self.processors if type(p) in PREFIX_FREE]
+        # The temperature when nothing else is asked for (1 when nothing at all), None otherwise.
+        self.temperature: float | None = None
+        if not self.processors:
+            self.temperature = 1.0
+        elif len(self.processors) == 1 and type(self.processors[0]) is lp.TemperatureLogitsWarper:
+            self.temperature = self.processors[0].temperature
 
     def warp(self, scores: Tensor) -> Tensor:
         """[..., V] scores through the prefix-free processors: all of them when `prefix_free`, else the best a drafter

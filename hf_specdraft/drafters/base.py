@@ -95,6 +95,9 @@ class DrafterConfig(PreTrainedConfig):
     tree_nodes: nodes verified per round when the target accepts trees; 0 drafts chains.
     policy: "auto" switches drafting off while it does not pay, "fixed" always drafts.
     target_name: the target the drafter was made for, for messages.
+    verification: how chains drawn from the drafter's law are verified: "block" (Sun et al. 2403.10444, accepts more) or
+        "token" (Leviathan et al. 2211.17192). Both are exact.
+    lossy_typical_acceptance: Medusa's typical acceptance when sampling. LOSSY: the output loses the target's law.
     bos_token_id, eos_token_id, pad_token_id: the target's, or None. Drafting ignores them; a pipeline given a drafter
         object without assistant_tokenizer wants them, and vocab_size, equal to the target's.
     """
@@ -107,6 +110,8 @@ class DrafterConfig(PreTrainedConfig):
     tree_nodes: int = 0
     policy: str = "auto"
     target_name: str | None = None
+    verification: str = "block"
+    lossy_typical_acceptance: bool = False
 
     def __post_init__(self, **kwargs):
         unknown = {key for key in kwargs if not key.startswith("_")} - _UPSTREAM_KEYS
@@ -122,6 +127,8 @@ class DrafterConfig(PreTrainedConfig):
             raise ValueError(f"tree_nodes must not be negative, got {self.tree_nodes}; 0 drafts chains")
         if self.policy not in ("auto", "fixed"):
             raise ValueError(f"policy must be 'auto' or 'fixed', got {self.policy!r}")
+        if self.verification not in ("block", "token"):
+            raise ValueError(f"verification must be 'block' or 'token', got {self.verification!r}")
 
     def to_dict(self) -> dict:
         """As PreTrainedConfig.to_dict. A saved folder also names AutoModel among its architectures: pipelines look for
@@ -159,6 +166,11 @@ class Drafter(PreTrainedModel):
     def dtype(self) -> torch.dtype:
         tensor = next(self.parameters(), None)
         return torch.float32 if tensor is None else tensor.dtype
+
+    @property
+    def generation_config(self) -> GenerationConfig:
+        """A new one each time: a drafter has no settings for generate, but Whisper targets write to their assistant's."""
+        return GenerationConfig()
 
     def check(self, view: TargetView) -> None:
         """Raise ValueError, with cause and remedy, when this drafter cannot serve the target."""

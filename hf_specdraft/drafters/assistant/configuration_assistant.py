@@ -8,8 +8,8 @@ from ..base import DrafterConfig
 class AssistantConfig(DrafterConfig):
     """assistant_config: the causal LM's own config (a PreTrainedConfig, or a dict with its `model_type`).
 
-    draft_sampling: whether sampling requests draw drafts from the assistant's law (more is accepted: the sum of min(p, q)
-        per token) or take its argmax.
+    draft_sampling: whether sampling requests draw drafts from the assistant's law (more is accepted: the sum of
+        min(p, q) per token) or take its argmax.
     confidence_threshold: stop a draft after a token drawn with less probability than this; 0 never stops. The token
         itself is still verified, which is what keeps the output's law exact (verification.md, non-anticipation).
     """

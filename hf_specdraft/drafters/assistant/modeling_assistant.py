@@ -166,8 +166,8 @@ class AssistantSession(Session):
         missing = [text[fed:] for text, fed in zip(self.texts, self.fed)]
         counts, width = list(map(len, missing)), max(map(len, missing))
         first = self.rows.columns == 0
-        # The prompt is padded on the left, as generate does, so that one column of logits is enough; later tokens on the
-        # right, so that columns keep the distance of positions, and the gaps are cut out afterwards.
+        # The prompt is padded on the left, as generate does, so that one column of logits is enough; later tokens on
+        # the right, so that columns keep the distance of positions, and the gaps are cut out afterwards.
         rows = [[0] * (width - len(m)) + m if first else m + [0] * (width - len(m)) for m in missing]
         ids = torch.tensor(rows, device=self.model.device).clamp_(max=self.own_vocab - 1)
         mask = self.rows.mask_for(width)
