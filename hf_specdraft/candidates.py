@@ -11,26 +11,45 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation.candidate_generator import CandidateGenerator
+from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from .draft import Commit, Context
 from .drafters.base import Drafter, TargetView
 from .policies import Settings
+from .rows import Stops
+from .sampling import CALL_ORDER
+
+
+def refuse_unsupported(drafter: Drafter, batch: int, processors: list, criteria: StoppingCriteriaList) -> None:
+    """Raise ValueError for what that loop cannot serve exactly with our drafters."""
+    if drafter.feature_layers:
+        raise ValueError(
+            f"{type(drafter).__name__} reads the target's hidden states, which transformers' encoder-decoder loop "
+            "does not hand out; use the 'ngram' family, or an encoder-decoder assistant without this package"
+        )
+    if batch > 1:
+        raise ValueError(
+            f"encoder-decoder targets run in transformers' own assisted loop, which takes one row, not {batch}; "
+            "generate them one by one, or leave assistant_model out"
+        )
+    late = [type(c).__name__ for c in Stops(criteria, batch).others]
+    if late:
+        raise ValueError(
+            f"transformers' encoder-decoder loop asks {', '.join(late)} only about the last token of a round, so the "
+            "answer could run past its stop; stop by eos_token_id or max_new_tokens, or leave assistant_model out"
+        )
+    stateful = [type(p).__name__ for p in processors if isinstance(p, CALL_ORDER)]
+    if stateful:
+        raise ValueError(
+            f"{', '.join(stateful)} keeps state from call to call, and transformers' encoder-decoder loop also calls "
+            "it for rejected tokens; leave assistant_model out"
+        )
 
 
 class DraftCandidates(CandidateGenerator):
-    """Candidates of one row's session. `input_ids` are the decoder's."""
+    """Candidates of one row's session."""
 
-    def __init__(self, model, drafter: Drafter, config: GenerationConfig, input_ids: Tensor):
-        if input_ids.shape[0] > 1:
-            raise ValueError(
-                f"encoder-decoder targets run in transformers' own assisted loop, which takes one row, but there are "
-                f"{input_ids.shape[0]}; generate them one by one, or leave assistant_model out"
-            )
-        if drafter.feature_layers:
-            raise ValueError(
-                f"{type(drafter).__name__} reads the target's hidden states, which transformers' encoder-decoder loop "
-                "does not hand out; use the 'ngram' family, or an encoder-decoder assistant without this package"
-            )
+    def __init__(self, model, drafter: Drafter, config: GenerationConfig):
         view = TargetView(model)
         drafter.check(view)
         settings = Settings.of(config)

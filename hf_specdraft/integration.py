@@ -16,7 +16,7 @@ from transformers.generation.configuration_utils import GenerationConfig, Genera
 from transformers.generation.stopping_criteria import StopStringCriteria
 from transformers.generation.utils import GenerationMixin
 
-from .candidates import DraftCandidates
+from .candidates import DraftCandidates, refuse_unsupported
 from .decoding import decode
 from .drafters.base import Drafter
 
@@ -76,7 +76,9 @@ def refuse_request(model: nn.Module, config: GenerationConfig, mode: str, drafte
             "without assistant_model"
         )
     if model.config.is_encoder_decoder and config.num_return_sequences > 1:
-        raise ValueError("encoder-decoder targets run in transformers' own assisted loop: num_return_sequences must be 1")
+        raise ValueError(
+            "encoder-decoder targets run in transformers' own assisted loop: num_return_sequences must be 1"
+        )
 
 
 @functools.wraps(GenerationMixin._validate_generation_mode)
@@ -103,6 +105,8 @@ def _assisted_decoding(
     **model_kwargs,
 ):
     drafter = as_drafter(assistant_model)
+    if drafter is not None and self.config.is_encoder_decoder:
+        refuse_unsupported(drafter, input_ids.shape[0], logits_processor, stopping_criteria)
     if drafter is None or self.config.is_encoder_decoder:
         return _UPSTREAM["_assisted_decoding"](
             self,
@@ -132,13 +136,15 @@ def _assisted_decoding(
 
 
 @functools.wraps(GenerationMixin._get_candidate_generator)
-def _get_candidate_generator(self, generation_config, input_ids, inputs_tensor, logits_processor, model_kwargs, **kwargs):
+def _get_candidate_generator(
+    self, generation_config, input_ids, inputs_tensor, logits_processor, model_kwargs, **kwargs
+):
     drafter = as_drafter(kwargs.get("assistant_model"))
     if drafter is None:
         return _UPSTREAM["_get_candidate_generator"](
             self, generation_config, input_ids, inputs_tensor, logits_processor, model_kwargs, **kwargs
         )
-    return DraftCandidates(self, drafter, generation_config, input_ids)
+    return DraftCandidates(self, drafter, generation_config)
 
 
 _UPSTREAM: dict[str, Any] = {}
