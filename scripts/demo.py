@@ -39,7 +39,7 @@ def main() -> int:
     evaluation.run(target, inputs[STREAMED], MAX_NEW_TOKENS, streamer=streamer, **assisted)
     console.rule()
 
-    table = Table("category", "new tokens", "plain tokens/s", "assisted tokens/s", "ratio", "tau", "identical")
+    table = Table("category", "tokens", "plain tok/s", "assisted tok/s", "ratio", "tau", "identical")
     differing, spent, made = 0, [0.0, 0.0], 0
     for p in track(prompts, "plain and assisted", console=console, transient=True):
         plain = evaluation.run(target, inputs[p.id], MAX_NEW_TOKENS)

@@ -22,7 +22,7 @@ from hf_specdraft.cli import app
 from hf_specdraft.drafters.block import BlockConfig, BlockDrafter
 
 ROOT = Path(__file__).resolve().parent.parent
-TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}\n"
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}>"
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -61,7 +61,7 @@ def call(*arguments, input=None):
 
 def plain_text(target: str, text: str, tokens: int) -> str:
     model, tokenizer = cli.generate.__globals__["evaluation"].load_target(target)
-    ids = tokenizer(text + "\n", return_tensors="pt").input_ids
+    ids = tokenizer(text + ">", return_tensors="pt").input_ids
     return tokenizer.decode(model.generate(ids, max_new_tokens=tokens, do_sample=False)[0, ids.shape[1] :])
 
 
@@ -71,8 +71,9 @@ def plain_text(target: str, text: str, tokens: int) -> str:
 def test_generate_prints_plains_text_and_statistics(target):
     said = call("generate", "--target", target, "--max-new-tokens", 24, "abcabcabc")
     assert said.exit_code == 0
-    assert said.stdout.rstrip("\n") == plain_text(target, "abcabcabc", 24).rstrip("\n")
-    assert said.stderr.startswith("24 tokens in ") and "tau " in said.stderr and "acceptance " in said.stderr
+    assert said.stdout == plain_text(target, "abcabcabc", 24) + "\n"
+    statistics = said.stderr.splitlines()[-1]
+    assert statistics.startswith("24 tokens in ") and "tau " in statistics and "acceptance " in statistics
 
 
 def test_generate_reads_standard_input_and_samples_by_seed(target):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -33,7 +34,8 @@ def bench(
     methods = evaluation.baselines(prompt_lookup_num_tokens)
     for spec in drafter:
         methods[spec] = {"assistant_model": evaluation.load_drafter(spec, dtype.value, device)}
-    console = Console()
+    # A pipe has no width of its own, and 80 columns would cut the method names.
+    console = Console(width=None if sys.stdout.isatty() else 120)
     measured = evaluation.bench(model, tokenizer, chosen, methods, max_new_tokens, repeats)
     total = len(chosen) * len(methods) * repeats
     records = list(track(measured, total=total, description="runs", console=console, transient=True))
@@ -58,8 +60,8 @@ def bench(
 
 
 def table(rows: list[evaluation.Row]) -> Table:
-    """The benchmark's rows for the terminal."""
-    view = Table("category", "method", "tau", "tokens/s", "x plain", "x lookup", "equal", "outside forwards")
+    """The benchmark's rows for the terminal. "outside": share of the time in neither target nor drafter forwards."""
+    view = Table("category", "method", "tau", "tokens/s", "x plain", "x lookup", "equal", "outside")
     for row in rows:
         if view.rows and row.method == evaluation.PLAIN:
             view.add_section()
