@@ -169,7 +169,7 @@ class Drafter(PreTrainedModel):
 
     @property
     def generation_config(self) -> GenerationConfig:
-        """A new one each time: a drafter has no settings for generate, but Whisper targets write to their assistant's."""
+        """A new one each time: a drafter has none of these settings, but Whisper targets write to their assistant's."""
         return GenerationConfig()
 
     def check(self, view: TargetView) -> None:
