@@ -354,9 +354,9 @@ def test_lora_drafter():
 
 
 def test_prompt_learning_on_a_drafter_is_refused():
-    wrapped = get_peft_model(
-        block_drafter(),
-        PromptTuningConfig(num_virtual_tokens=2, token_dim=32, num_layers=2, num_attention_heads=4),
+    config = PromptTuningConfig(
+        task_type="FEATURE_EXTRACTION", num_virtual_tokens=2, token_dim=32, num_layers=2, num_attention_heads=4
     )
+    wrapped = get_peft_model(drafters()["block"], config)
     with pytest.raises(ValueError, match="use LoRA on a drafter"):
         tiny_llama().generate(IDS, **GREEDY, assistant_model=wrapped)
