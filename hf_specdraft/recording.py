@@ -51,7 +51,9 @@ class Recorder:
             if self.logits:
                 record["logits"] = logits[b, column].float().clone()
             if outputs is not None and self.hidden:
-                record["hidden_states"] = [h[b, column].clone() for h in self._picked(outputs.hidden_states)]
+                record["hidden_states"] = [
+                    None if h is None else h[b, column].clone() for h in self._picked(outputs.hidden_states)
+                ]
             if outputs is not None and self.attentions:
                 record["attentions"] = [
                     self._attention(layer, a, b, row, where[: i + 1]) for layer, a in enumerate(outputs.attentions)
@@ -87,15 +89,17 @@ class Recorder:
         rows = [record[name] for record in self._at(step)]
         count = max(len(layers) for layers in rows if layers is not None)
         stacked = (_stacked([None if row is None else row[i] for row in rows]) for i in range(count))
-        if name == "hidden_states":
-            return tuple(s[:, None] for s in stacked)
-        return tuple(None if s is None else s[:, :, None] for s in stacked)
+        at = 1 if name == "hidden_states" else 2
+        return tuple(None if s is None else s.unsqueeze(at) for s in stacked)
 
     def _picked(self, hidden_states: tuple) -> tuple:
+        """As transformers returns them: None for layers that the caller's list leaves out."""
         wanted = self.target.user_hidden
         if isinstance(wanted, bool):
             return hidden_states
-        return tuple(hidden_states[i] for i in ([wanted] if isinstance(wanted, int) else wanted))
+        count = len(hidden_states)
+        kept = {i % count for i in ([wanted] if isinstance(wanted, int) else wanted)}
+        return tuple(h if i in kept else None for i, h in enumerate(hidden_states))
 
     def _attention(self, layer: int, weights: Tensor | None, b: int, row: int, path: list[int]) -> Tensor | None:
         """[heads, K] one token's attention, moved from the pass's columns to those plain generate would have."""
