@@ -1,20 +1,29 @@
 """Speculative decoding for transformers: any drafter, any batch, exactly lossless.
 
-    import hf_specdraft
-    drafter = hf_specdraft.AutoDrafter.from_pretrained("z-lab/Qwen3-8B-DFlash-b16")
-    out = target.generate(**inputs, assistant_model=drafter, max_new_tokens=512)
+Importing the package makes `model.generate(**inputs, assistant_model=drafter)` accept its drafters.
 """
 
-from .integration import disable, enable, speculate
+from .decoding import SpeculativeOutput
 from .drafters import AutoDrafter, Drafter, DrafterConfig, families
+from .drafters.assistant import AssistantConfig, AssistantDrafter
+from .drafters.block import BlockConfig, BlockDrafter
+from .drafters.ngram import NgramConfig, NgramDrafter
+from .integration import disable, enable, speculate
 from .speculation import Speculation
 
 __version__ = "0.1.0"
 __all__ = [
+    "AssistantConfig",
+    "AssistantDrafter",
     "AutoDrafter",
+    "BlockConfig",
+    "BlockDrafter",
     "Drafter",
     "DrafterConfig",
+    "NgramConfig",
+    "NgramDrafter",
     "Speculation",
+    "SpeculativeOutput",
     "disable",
     "enable",
     "families",

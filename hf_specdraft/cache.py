@@ -186,9 +186,8 @@ def refuse_uncuttable(cache: Cache | None) -> None:
     if not cache.is_croppable:
         raise ValueError(
             f"the target's cache cannot be cut back after a rejected draft ({_odd_layers(cache)}). Recurrent, hybrid "
-            "and quantised caches, and static caches shorter than the text on sliding-window layers, are not supported;"
-            " "
-            "use cache_implementation=None (dynamic) on an attention-only target, or generate without assistant_model"
+            "and quantised caches, and static caches shorter than the text on sliding-window layers, are refused; use "
+            "cache_implementation=None (dynamic) on an attention-only target, or generate without assistant_model"
         )
 
 
