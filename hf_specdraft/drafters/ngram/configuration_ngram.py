@@ -15,7 +15,7 @@ class NgramConfig(DrafterConfig):
     max_occurrences: occurrences that are looked at closely; the longest matching and the most recent come first.
     min_prob: nodes whose estimated probability of acceptance is lower are not drafted ("suffix" publishes 0.1). 0
         always drafts as much as is asked for: whether it pays is the policy's business.
-    escape: "blend" only. An unfinished match of M tokens goes on as before with probability M / (M + escape). Measured
+    escape: "blend" only. A match of M tokens goes on as before with probability M / (M + escape). Measured
         on SmolLM2's answers it lies between 1 (longest accepted chains) and 2 (best estimates).
     recent: "blend" only. The most frequent of so many last tokens are guessed where no match is likely; 0: never. In
         trees of 10 nodes it is worth 0.14 tokens a round on ordinary answers.

@@ -19,6 +19,8 @@ import numpy as np
 SEPARATOR = -1
 # From this match length on, occurrences beyond the limit are dropped: the rest of a copy is decided by then.
 _DECIDED = 8
+# So many tokens must agree before one that differs, for a copy to be followed past the difference.
+_ALIGNED = 3
 
 
 class Text:
@@ -41,16 +43,17 @@ class Text:
         return self._ids[: self._size]
 
 
-def occurrences(ids: np.ndarray, context: np.ndarray, longest: int, limit: int) -> tuple[np.ndarray, np.ndarray]:
+def occurrences(ids: np.ndarray, context: np.ndarray, longest: int, limit: int) -> tuple[np.ndarray, ...]:
     """Where the last tokens of `context` occur in `ids`.
 
-    Returns (positions, lengths), both [O] in text order: the index after the occurrence (len(ids) for one that ends the
-    text) and how many tokens agree, 1 to min(longest, len(context)). Exact while the last token occurs at most `limit`
-    times; beyond that the longest matches are kept, then the most recent, `limit` to 2 * `limit` of them.
+    Returns (positions, lengths, agreeing), each [O] in text order: the index after the occurrence (len(ids) for one
+    that ends the text); how many tokens match, 1 to W = min(longest, len(context)); how many of the last W agree, with
+    those beyond the first difference. Exact while the last token occurs at most `limit` times; beyond that the longest
+    matches are kept, then the most recent, `limit` to 2 * `limit` of them.
     """
     longest = min(longest, len(context))
     if longest < 1:
-        return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+        return (np.empty(0, dtype=np.int64),) * 3
     backwards = context[::-1][:longest]
     found = np.flatnonzero(ids == backwards[0]) + 1
     for length in range(1, min(longest, _DECIDED)):
@@ -65,29 +68,44 @@ def occurrences(ids: np.ndarray, context: np.ndarray, longest: int, limit: int) 
     window = np.maximum(found[:, None] - np.arange(1, longest + 1), 0)
     agree = ids[window] == backwards
     lengths = np.where(agree.all(axis=1), longest, agree.argmin(axis=1))
-    return found, lengths
+    return found, lengths, agree.sum(axis=1)
 
 
 def continuations(
-    ids: np.ndarray, context: np.ndarray, depth: int, longest: int, limit: int, periodic: bool = False
-) -> dict[tuple[int, ...], list[int]]:
+    ids: np.ndarray,
+    context: np.ndarray,
+    depth: int,
+    longest: int,
+    limit: int,
+    periodic: bool = False,
+    edited: bool = False,
+) -> dict[tuple[int, ...], list[tuple[int, int]]]:
     """What followed the occurrences of the last tokens of `context` in `ids`: up to `depth` tokens each, cut at a
-    separator and at the end of `ids`, with the match lengths of the occurrences it followed; the latest comes first.
+    separator and at the end of `ids`, with (length, agreeing) of the occurrences it followed; the latest comes first.
 
     periodic: a copy that reaches the end of `ids` goes on into itself, as a loop would.
+    edited: also what followed where only the very last token differs (length 0).
     """
-    positions, lengths = occurrences(ids, context, longest, limit)
-    positions, lengths = positions[::-1], lengths[::-1]
+    positions, lengths, agreeing = occurrences(ids, context, longest, limit)
+    if edited:
+        at, before, alike = occurrences(ids[:-1], context[:-1], longest, limit)
+        differs = (before >= _ALIGNED) & (ids[at] != context[-1:]) & (ids[at] != SEPARATOR)
+        positions = np.concatenate([positions, at[differs] + 1])
+        lengths = np.concatenate([lengths, np.zeros(differs.sum(), dtype=lengths.dtype)])
+        agreeing = np.concatenate([agreeing, alike[differs]])
+    order = np.argsort(-positions)
+    positions, pairs = positions[order], np.stack([lengths, agreeing], axis=1)[order]
     ahead = np.arange(depth)
     if periodic:
         ahead = ahead % np.maximum(len(ids) - positions, 1)[:, None]
     steps = positions[:, None] + ahead
     tokens = np.where(steps < len(ids), ids[np.minimum(steps, len(ids) - 1)], SEPARATOR)
     found: dict[tuple[int, ...], list[int]] = {}
-    for path, whole, length in zip(tokens.tolist(), (tokens != SEPARATOR).all(axis=1).tolist(), lengths.tolist()):
-        if not whole:
+    whole = (tokens != SEPARATOR).all(axis=1)
+    for path, complete, pair in zip(tokens.tolist(), whole.tolist(), pairs.tolist()):
+        if not complete:
             path = path[: path.index(SEPARATOR)]
-        found.setdefault(tuple(path), []).append(length)
+        found.setdefault(tuple(path), []).append(tuple(pair))
     return found
 
 
@@ -175,24 +193,25 @@ def blend(
     min_prob: float = 0.0,
     longest: int = 32,
     limit: int = 64,
-    escape: float = 1.0,
+    escape: float = 1.5,
     recent: int = 256,
 ) -> Growth:
-    """Every occurrence of the last token of `context` in `texts` votes with weight 2 ** (tokens that agree).
+    """Every occurrence of the last token of `context` in `texts` votes, with weight 2 ** (match length + a quarter for
+    each token that agrees beyond the first difference).
 
-    texts[0] is the row's own text, which ends with `context`.
-
-    Differs from SuffixDecoding, which scores each match length by itself: one tree holds the continuations of long and
-    short matches in the order of their probabilities; the text's own end does not vote; a copy that reaches the end
-    repeats itself; and the text's most frequent tokens among the last `recent` (0: none) compete for the first place.
+    texts[0] is the row's own text, which ends with `context`. Differs from SuffixDecoding, which scores each match
+    length by itself: one tree holds the continuations of long and short matches in the order of their probabilities;
+    the text's own end does not vote; a copy that reaches the end repeats itself; a copy in which one token was replaced
+    goes on behind it; and the most frequent of the last `recent` tokens (0: none) compete for the first place.
     """
     paths, weights, matches = [], [], []
     for ids in texts:
-        for path, lengths in continuations(ids, context, depth, longest, limit, periodic=ids is texts[0]).items():
+        own = ids is texts[0]
+        for path, pairs in continuations(ids, context, depth, longest, limit, periodic=own, edited=True).items():
             if path:
                 paths.append(path)
-                weights.append(sum(2.0**length for length in lengths))
-                matches.append(max(lengths))
+                weights.append(sum(2.0 ** (length + (agreeing - length) / 4) for length, agreeing in pairs))
+                matches.append(max(1, *(length for length, _ in pairs)))
     window = context[-recent:].tolist() if recent else []
     prior = [(token, count / len(window)) for token, count in Counter(window).most_common(nodes)]
     return grow(paths, weights, matches, nodes, tree, min_prob, escape, prior)
@@ -214,17 +233,17 @@ def suffix(
     tokens, whose probabilities are plain occurrence ratios. The draft with the highest score wins, of equal ones the
     longest match, of equal texts the earlier.
 
-    context: the row's last tokens, without separator. longest: the depth of the paper's trees; m is below it, and m plus
-    the draft's depth at most it.
+    context: the row's last tokens, without separator.
+    longest: the depth of the paper's trees; m is below it, and m plus the draft's depth at most it.
     """
     context = context[-longest:]
     best = NOTHING
     for number, ids in enumerate(texts):
         mine = NOTHING
         followed = continuations(ids, context, depth, len(context) - 1, limit)
-        distinct = sorted({length for lengths in followed.values() for length in lengths})
+        distinct = sorted({length for pairs in followed.values() for length, _ in pairs})
         for shorter, match in pairwise([0, *distinct]):
-            counts = {path: sum(length >= match for length in lengths) for path, lengths in followed.items()}
+            counts = {path: sum(length >= match for length, _ in pairs) for path, pairs in followed.items()}
             paths = [path for path, times in counts.items() if times]
             weights = [float(counts[path]) for path in paths]
             # The matches in between have the same occurrences: only the longest matters, unless it leaves too little
