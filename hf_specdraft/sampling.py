@@ -126,22 +126,25 @@ class Scorer:
     def _call(self, processor: Callable, ids: Tensor, scores: Tensor, rows: list[int]) -> Tensor:
         if _is_row_wise(processor) or rows == list(range(self.batch)):
             return processor(ids, scores)
+        if type(processor) is lp.RepetitionPenaltyLogitsProcessor:
+            ignored = processor.prompt_ignore_length[rows]
+            return lp.RepetitionPenaltyLogitsProcessor(processor.penalty, ignored)(ids, scores)
         if type(processor) is lp.PrefixConstrainedLogitsProcessor:
-            allowed = processor._prefix_allowed_tokens_fn
+            # It numbers prompts, not rows: num_return_sequences rows share a number.
+            allowed, share = processor._prefix_allowed_tokens_fn, processor._num_beams
             return torch.cat(
                 [
-                    lp.PrefixConstrainedLogitsProcessor(lambda _, prefix, row=row: allowed(row, prefix), 1)(
+                    lp.PrefixConstrainedLogitsProcessor(lambda _, prefix, row=row: allowed(row // share, prefix), 1)(
                         ids[i : i + 1], scores[i : i + 1]
                     )
                     for i, row in enumerate(rows)
                 ]
             )
-        # The processor may look up its row by number: show it each row in its place, in a batch of the usual size.
-        parts = []
-        for i, row in enumerate(rows):
-            every = processor(ids[i].expand(self.batch, -1), scores[i].repeat(self.batch, 1))
-            parts.append(every[row])
-        return torch.stack(parts)
+        # The processor may look up its row by number: show it each row in its place, in a batch of the usual size whose
+        # other rows repeat the first of these.
+        place = torch.zeros(self.batch, dtype=torch.long, device=ids.device)
+        place[rows] = torch.arange(len(rows), device=ids.device)
+        return processor(ids[place], scores[place])[rows]
 
 
 def _is_row_wise(processor: Callable) -> bool:
