@@ -19,7 +19,7 @@ from .recording import Recorder
 from .rows import Rows
 from .sampling import Scorer
 from .speculation import Clock, Speculation
-from .target import TargetPass
+from .target import TargetPass, run_device
 from .verifier import Verifier
 
 
@@ -63,6 +63,7 @@ class _Call:
         self.model, self.config, self.drafter = model, config, drafter
         batch = input_ids.shape[0]
         self.settings = Settings.of(config)
+        self.length = self.settings.length or drafter.config.num_assistant_tokens
         self.view = TargetView(model)
         drafter.check(self.view)
         self.scorer = Scorer(processors, batch, bool(config.do_sample))
@@ -71,7 +72,7 @@ class _Call:
         self.target = TargetPass(model, config, model_kwargs, drafter.feature_layers)
         self.recorder = Recorder(config, self.rows, self.target, self.scorer)
         self.verifier = Verifier(self.scorer, self.rows, self.recorder, drafter.config)
-        self.device = model.device
+        self.device = run_device(model, input_ids)
         self.clock = Clock(self.device)
         self.active = list(range(batch))
         self.stats = Speculation([0] * batch, [0] * batch)
@@ -84,8 +85,8 @@ class _Call:
         self.handed_back = self.config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
         past = 0 if cache is None else int(cache.get_seq_length())
         with self.clock("target"):
-            outputs = self.target.prefill(input_ids)
-        self.start = list(self.target.rows.start)
+            outputs = self.target.prefill(input_ids, 1 + max(self.length, self.drafter.config.tree_nodes))
+        self.start, self.prompt_lengths = list(self.target.rows.start), self.target.rows.lengths
         self.context_columns = self.target.rows.columns
         self.policy = self._policy(synced)
         self.session, known = _resume_or_start(cache, past, self.drafter, self.view, self._prompts(input_ids))
@@ -134,14 +135,15 @@ class _Call:
         self.stats.tokens = [len(new) for new in self.rows.new]
         if self.handed_back:
             columns = self.context_columns + max(self.stats.tokens) - 1
-            held = [self.target.rows.columns - s for s in self.target.rows.start]
-            unfed = [
-                s + h < columns and h < self.context_columns - s + t
-                for s, h, t in zip(self.start, held, self.stats.tokens)
-            ]
+            heard = [n + t - 1 for n, t in zip(self.prompt_lengths, self.stats.tokens)] == self.target.rows.lengths
+            # Rows that ended before the longest one did: plain generate went on to feed their last token.
+            unfed = [tokens < max(self.stats.tokens) for tokens in self.stats.tokens]
             last = torch.tensor([new[-1] for new in self.rows.new], device=self.device)
-            self.target.hand_back(self.start, columns, unfed, last)
-            self.target.cache.speculation_session = self.session, self._everything()
+            features = self.target.hand_back(self.start, columns, unfed, last, self.drafter.device)
+            self.session.observe(Commit([[] for _ in unfed], features))
+            # Not when time ran out and tokens that the session knows were taken back.
+            if heard:
+                self.target.cache.speculation_session = self.session, self._everything()
         self.stats.seconds = self.clock.finish()
         if not self.config.return_dict_in_generate:
             return sequences
@@ -155,6 +157,9 @@ class _Call:
         """The draft to verify, and per row how deep it goes."""
         rows, done = self.active, self.rows.done
         room = [0 if done[row] else self.rows.remaining(row) - 1 for row in rows]
+        columns = self.target.rows.room()
+        if columns is not None:
+            room = [min(r, columns - 1) for r in room]
         lengths = [min(w, r) for w, r in zip(self.policy.before(rows), room)]
         if not any(lengths):
             self.stats.paused_rounds += any(room)
@@ -162,7 +167,7 @@ class _Call:
         context = self._context(lengths)
         with self.clock("draft"):
             draft = self.session.propose(context)
-        draft = _checked(draft, lengths, context.tree)
+        draft = _checked(draft, context)
         self.stats.drafted += int(draft.valid.sum())
         if draft.is_chain:
             return draft, draft.valid.sum(1).tolist()
@@ -186,8 +191,8 @@ class _Call:
         )
 
     def _anchor_positions(self) -> list[int]:
-        """Position of each row's anchor, counted from its first unpadded token."""
-        return [self.target.rows.columns - start for start in self.target.rows.start]
+        """Position of each row's anchor, counted in its unpadded tokens."""
+        return self.target.rows.lengths
 
     def _commit_tokens(self, draft: Draft, verdict: Verdict, logits: Tensor, outputs) -> list[list[int]]:
         """Append each row's accepted tokens up to its stop; sets `kept`, the columns of the pass that stay."""
@@ -235,9 +240,9 @@ class _Call:
 
     def _policy(self, synced: bool) -> FixedLength | PaysOff:
         """Ranks in step must make the same passes, so each keeps on drafting whatever its own clock says."""
-        drafter, given = self.drafter, self.settings.length
+        drafter = self.drafter
         constant = self.settings.schedule == "constant"
-        inner = FixedLength(given or drafter.config.num_assistant_tokens, not constant, self.rows.batch)
+        inner = FixedLength(self.length, not constant, self.rows.batch)
         if synced or drafter.config.policy == "fixed":
             return inner
         nodes = drafter.config.tree_nodes if self.target.trees else 0
@@ -245,7 +250,7 @@ class _Call:
             inner,
             costs_of(self.model, drafter, self.rows.batch, self.context_columns, inner.lengths[0], nodes),
             nodes,
-            adaptive=constant and given is None and not nodes,
+            adaptive=constant and self.settings.length is None and not nodes,
             sequential=drafter.is_sequential,
             free=drafter.is_free,
         )
@@ -269,9 +274,11 @@ class _Call:
         return self.clock.snapshot()["target"] - before
 
     def _prompts(self, input_ids: Tensor) -> list[list[int]]:
-        """Prompt ids of each row without its left padding (all there are: none when the prompt came as embeddings)."""
-        pad = [s if input_ids.shape[1] == self.context_columns else 0 for s in self.start]
-        return [ids[p:] for ids, p in zip(input_ids.tolist(), pad)]
+        """Prompt ids of each row without padding (all there are: none when the prompt came as embeddings)."""
+        mask = self.target.kwargs.get("attention_mask")
+        if mask is None or mask.shape != input_ids.shape:
+            return input_ids.tolist()
+        return [row[keep].tolist() for row, keep in zip(input_ids, mask.bool().to(input_ids.device))]
 
     def _everything(self) -> list[list[int]]:
         return [p + new for p, new in zip(self._prompts(self.rows.prompt), self.rows.new)]
@@ -283,15 +290,18 @@ def _depths(draft: Draft) -> Tensor:
     return trees.depths(draft.parents, draft.valid)
 
 
-def _checked(draft: Draft, lengths: list[int], tree: bool) -> Draft:
-    """Hold a drafter to its contract: nothing deeper than asked for, and a tree only where the target takes one."""
+def _checked(draft: Draft, context: Context) -> Draft:
+    """Hold a drafter to its contract: no more nodes and nothing deeper than asked for, and a tree only where the target
+    takes one."""
     if not draft.is_chain and draft.shape[1]:
         draft.is_chain = trees.is_chain(draft.parents, draft.valid)
-    if not draft.is_chain and not tree:
+    if not draft.is_chain and not context.tree:
         raise ValueError(
             "the drafter returned a tree, but this target or cache takes chains only (context.tree is False)"
         )
-    draft.valid = draft.valid & (_depths(draft) <= torch.tensor(lengths)[:, None])
+    if draft.shape[1] > context.nodes:
+        raise ValueError(f"the drafter returned {draft.shape[1]} nodes a row, but context.nodes is {context.nodes}")
+    draft.valid = draft.valid & (_depths(draft) <= torch.tensor(context.lengths)[:, None])
     return draft
 
 
@@ -300,7 +310,8 @@ def _resume_or_start(
 ) -> tuple[Session, list[int]]:
     """The session that rides on a handed-back cache when it is this drafter's and knows a prefix of every prompt, else
     a new one; and how many tokens of each prompt it knows."""
-    riding = getattr(cache, "speculation_session", None)
+    # Taken off the cache, to which `finish` returns it: after an exception it would know more than the cache.
+    riding = None if cache is None else vars(cache).pop("speculation_session", None)
     if riding is not None and past:
         session, texts = riding
         same = session.drafter is drafter and len(texts) == len(prompts)

@@ -11,7 +11,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from . import features as feature_rows
-from .cache import RowCache, can_realign, record_past, refuse_uncuttable
+from .cache import RowCache, can_realign, make_room, record_past, refuse_uncuttable
 from .draft import Draft, Features
 from .trees import depths, visibility
 
@@ -39,11 +39,14 @@ class TargetPass:
             else model.__call__
         )
 
-    def prefill(self, input_ids: Tensor) -> Any:
-        """The prompt through the target exactly as plain generate does it; returns the model's output."""
+    def prefill(self, input_ids: Tensor, width: int) -> Any:
+        """The prompt through the target exactly as plain generate does it; returns the model's output. `width`: columns
+        of the widest pass that will usually follow."""
         _refuse_unready(self.model, self.config, self.kwargs, input_ids)
         cache = self.kwargs.get("cache")
         refuse_uncuttable(cache)
+        if len(input_ids) > 1:
+            make_room(cache, self.config.max_length - 1, width)
         outputs = self.model._prefill(input_ids, self.config, self.kwargs)
         self.kwargs = dict(self.kwargs)
         refuse_uncuttable(outputs.get("cache"))
@@ -56,7 +59,7 @@ class TargetPass:
                 f"rows of a {type(self.cache).__name__} with these layers cannot be re-aligned after uneven acceptance;"
                 " generate one row at a time or use the default dynamic cache"
             )
-        self.trees = tree_form(self.model) is not None and can_realign(self.cache)
+        self.trees = tree_form(self.model, run_device(self.model, input_ids)) is not None and can_realign(self.cache)
         positions = self.kwargs.get("position_ids")
         # [.., B, 1] position of the first new token; models with three rotary axes have a leading dimension.
         self.first = None if positions is None else positions[..., -1:] + 1
@@ -92,7 +95,7 @@ class TargetPass:
             ids, next_sequence_length=width, is_first_iteration=False, **kwargs
         )
         if depth is not None:
-            form = tree_form(self.model)
+            form = tree_form(self.model, ids.device)
             inputs["attention_mask"] = _tree_mask(self.model, self.rows, draft, depth, ids.device, form)
         return self.forward(**inputs, return_dict=True)
 
@@ -110,7 +113,7 @@ class TargetPass:
         if not self.layers:
             return None
         hidden = feature_rows.selected(outputs.hidden_states, self.layers, device)
-        return feature_rows.of_prompt(hidden, self.rows.start, self.rows.columns)
+        return feature_rows.of_prompt(hidden, self.rows.columns - hidden.shape[1], self.rows.mask)
 
     def path_features(self, outputs: Any, kept: list[list[int]], start: list[int], device) -> Features | None:
         if not self.layers:
@@ -118,19 +121,29 @@ class TargetPass:
         hidden = feature_rows.selected(outputs.hidden_states, self.layers, device)
         return feature_rows.of_path(hidden, kept, start)
 
-    def hand_back(self, start: list[int], columns: int, unfed: list[bool], anchor: Tensor) -> None:
+    def hand_back(self, start: list[int], columns: int, unfed: list[bool], anchor: Tensor, device) -> Features | None:
         """Leave the cache as plain generate would: `columns` columns, row b from column `start[b]`, the last token of
-        rows that ended early (`unfed`) fed as well."""
+        rows that ended early (`unfed`) fed as well. Returns those tokens' features."""
+        features = None
         if any(unfed):
-            self.score(anchor, Draft.empty(len(unfed), anchor.device))
-            self.rows.commit(1, [[0] if u else [] for u in unfed])
+            kept = [[0] if u else [] for u in unfed]
+            outputs = self.score(anchor, Draft.empty(len(unfed), anchor.device))
+            features = self.path_features(outputs, kept, self.rows.lengths, device)
+            self.rows.commit(1, kept)
         self.rows.lay_out(start, columns)
         self.release()
+        return features
 
     def release(self) -> None:
         """Stop recording what a rejected draft would need back."""
         if hasattr(self, "cache"):
             record_past(self.cache, False)
+
+
+def run_device(model: PreTrainedModel, ids: Tensor) -> torch.device:
+    """Where the target takes its inputs: its own device, or that of the tokens while offloading hooks hold back every
+    weight and leave placeholders."""
+    return ids.device if model.device.type == "meta" else model.device
 
 
 def _refuse_unready(model: PreTrainedModel, config: GenerationConfig, kwargs: dict, input_ids: Tensor) -> None:
@@ -174,7 +187,7 @@ def _windows(model: PreTrainedModel) -> dict[str, int | None] | None:
     return {t: known[t] for t in dict.fromkeys(types)} if set(types) <= set(known) else None
 
 
-def tree_form(model: PreTrainedModel) -> str | None:
+def tree_form(model: PreTrainedModel, device: torch.device | None = None) -> str | None:
     """How the target takes a tree mask: "dict" by layer type, "tensor", or None when it does not (then chains).
 
     Found once per model and attention implementation by comparing a small tree pass with causal passes: ALiBi models,
@@ -183,17 +196,16 @@ def tree_form(model: PreTrainedModel) -> str | None:
     forms = _FORMS.setdefault(model, {})
     key = _attention(model)
     if key not in forms:
-        forms[key] = next((form for form in ("dict", "tensor") if _probe(model, form)), None)
+        forms[key] = next((form for form in ("dict", "tensor") if _probe(model, form, device or model.device)), None)
     return forms[key]
 
 
-def _probe(model: PreTrainedModel, form: str) -> bool:
+def _probe(model: PreTrainedModel, form: str, device: torch.device) -> bool:
     windows = _windows(model)
     if windows is None or _attention(model) not in ("eager", "sdpa", "specdraft_tree"):
         return False
     if form == "dict" and "" in windows or form == "tensor" and len(set(windows.values())) > 1:
         return False
-    device = model.device
     vocab = model.config.get_text_config().vocab_size
     ids = (torch.arange(18).view(2, 9) * 7 + 3) % vocab
     prompt, nodes = ids[:, :4].to(device), ids[:, 5:].to(device)

@@ -90,7 +90,10 @@ class ScriptedSession(Session):
             tokens = torch.tensor([c + [0] * (width - len(c)) for c in chains], dtype=torch.long, device=device)
             return Draft.chain(tokens.view(len(chains), width), [len(c) for c in chains])
         tokens, parents, valid = [], [], []
-        for chain in chains:
+        width = min(width, context.nodes // 3)
+        if not width:
+            return Draft.empty(len(chains), device)
+        for chain in (c[:width] for c in chains):
             t, p, parent = [], [], -1
             for token in chain:
                 # Two wrong siblings before the scripted one.
