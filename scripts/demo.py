@@ -22,7 +22,7 @@ from hf_specdraft import NgramConfig, NgramDrafter, evaluation
 
 PROMPTS = Path(__file__).resolve().parent.parent / "examples" / "prompts.jsonl"
 STREAMED = "code-edit"
-MAX_NEW_TOKENS = 112
+MAX_NEW_TOKENS = 96
 
 
 def main() -> int:
