@@ -39,12 +39,18 @@ class RowCache:
         self.columns = int(cache.get_seq_length())
         self.mask = None if mask is None else mask[:, : self.columns]
         self.start = [0] * batch if mask is None else self.mask.long().argmax(-1).tolist()
-        # Zeros inside a row (right-padded prompts, padded turns of a chat) stay where they are.
-        self.holes = mask is not None and int(self.mask.sum()) < sum(self.columns - s for s in self.start)
+        # Zeros inside a row (right-padded prompts, padded turns of a chat) stay where they are, `holes` per row.
+        live = [self.columns] * batch if mask is None else self.mask.sum(-1).tolist()
+        self.holes = [self.columns - s - n for s, n in zip(self.start, live)]
 
     @property
     def batch(self) -> int:
         return len(self.start)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens each row holds, which is also the position of its next one."""
+        return [self.columns - s - h for s, h in zip(self.start, self.holes)]
 
     @property
     def is_static(self) -> bool:
@@ -91,9 +97,10 @@ class RowCache:
         self._gather(self.columns + width, index, rows)
         self._realign_mask(width, index, new_start, rows)
         self.columns, self.start = new_columns, new_start.tolist()
+        self.holes = [self.holes[b] for b in alive]
 
     def _realign_mask(self, width: int, index: Tensor, start: Tensor, rows: list[int] | None) -> None:
-        if self.holes:
+        if any(self.holes):
             full = self.mask_for(width) if rows is None else self.mask_for(width)[rows]
             full = full.gather(1, index.to(full.device))
         elif bool(start.any()):
@@ -115,13 +122,13 @@ class RowCache:
 
     def lay_out(self, start: list[int], columns: int) -> None:
         """Move every row so that it begins at column `start[b]` of `columns`: the layout plain generate leaves, where
-        rows that finished early are followed by dead columns."""
+        rows that finished early are followed by dead columns. What does not fit is dropped from the end."""
         if self.start == start and self.columns == columns:
             return
         index = torch.zeros(self.batch, columns, dtype=torch.long)
         for b in range(self.batch):
-            length = self.columns - self.start[b]
-            index[b, start[b] : start[b] + length] = torch.arange(self.start[b], self.columns)
+            length = min(self.columns - self.start[b], columns - start[b])
+            index[b, start[b] : start[b] + length] = torch.arange(self.start[b], self.start[b] + length)
         self._gather(self.columns, index, None)
         self.columns, self.start, self.mask = columns, start, None
 
@@ -188,6 +195,21 @@ def refuse_uncuttable(cache: Cache | None) -> None:
             f"the target's cache cannot be cut back after a rejected draft ({_odd_layers(cache)}). Recurrent, hybrid "
             "and quantised caches, and static caches shorter than the text on sliding-window layers, are refused; use "
             "cache_implementation=None (dynamic) on an attention-only target, or generate without assistant_model"
+        )
+
+
+def make_room(cache: Cache | None, longest: int, width: int) -> None:
+    """Let a static cache that has no memory yet hold a pass of `width` columns beyond the longest row: every row of a
+    batch ends in the last column. Raises ValueError for one that cannot hold a pass of one column."""
+    layers = [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, StaticLayer)]
+    for layer in layers:
+        if type(layer) is StaticLayer and not layer.is_initialized:
+            layer.max_cache_len = max(layer.max_cache_len, longest + width)
+    held = min((layer.max_cache_len for layer in layers), default=None)
+    if held is not None and held <= longest:
+        raise ValueError(
+            f"the static cache has {held} columns, but to re-align rows of a batch after uneven acceptance it needs "
+            f"{longest + 1}; pass max_cache_len={longest + width}, or use the default dynamic cache"
         )
 
 

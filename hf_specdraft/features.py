@@ -16,15 +16,16 @@ def selected(hidden_states: tuple, layers: tuple[int, ...], device: torch.device
     return torch.cat([hidden_states[layer + 1].to(device) for layer in layers], dim=-1)
 
 
-def of_prompt(hidden: Tensor, start: list[int], columns: int) -> Features:
-    """Features of a prefill over the last columns of left-padded rows; `start` is each row's first live column."""
-    width = hidden.shape[1]
-    past = columns - width
-    first = [max(s - past, 0) for s in start]
-    if any(first):
-        index = torch.arange(width, device=hidden.device) + torch.tensor(first, device=hidden.device)[:, None]
-        hidden = hidden.gather(1, index.clamp(max=width - 1)[..., None].expand(-1, -1, hidden.shape[-1]))
-    return Features(hidden, [width - f for f in first], [past + f - s for f, s in zip(first, start)])
+def of_prompt(hidden: Tensor, past: int, mask: Tensor | None) -> Features:
+    """Features of a prefill behind `past` columns of a cache; mask: [B, past + W] 2-D attention mask, or None."""
+    batch, width = hidden.shape[:2]
+    if mask is None:
+        return Features(hidden, [width] * batch, [past] * batch)
+    live = mask[:, past:].bool().to(hidden.device)
+    # Real tokens first, in their order.
+    index = (~live).long().argsort(dim=1, stable=True)
+    hidden = hidden.gather(1, index[..., None].expand_as(hidden))
+    return Features(hidden, live.sum(1).tolist(), mask[:, :past].sum(1).tolist())
 
 
 def of_path(hidden: Tensor, kept: list[list[int]], start: list[int]) -> Features:
