@@ -6,71 +6,26 @@ import math
 import threading
 
 import pytest
+import targets
 import torch
 from conftest import ScriptedDrafter, adversary, mixed, oracle, tiny_llama
-from test_stopping import Recording, new_tokens, prompts
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedTokenizerFast,
-    TextIteratorStreamer,
-)
+from scripted import FREE, Recording, byte_tokenizer, new_tokens, prompts, scripted, scripts
+from transformers import TextIteratorStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 K = 4
 TOKENS = 20
-SCRIPTS = {"oracle": oracle(K), "adversary": adversary, "mixed": mixed(K)}
+SCRIPTS = scripts(K)
 
 
-def tiny_mistral():
-    torch.manual_seed(0)
-    common = dict(hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, vocab_size=64)
-    config = MistralConfig(
-        **common, num_hidden_layers=2, sliding_window=8, initializer_range=0.5, eos_token_id=None, pad_token_id=0
-    )
-    return MistralForCausalLM(config).eval()
-
-
-def tiny_gemma3():
-    torch.manual_seed(0)
-    common = dict(hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, vocab_size=64)
-    config = Gemma3TextConfig(
-        **common,
-        head_dim=8,
-        num_hidden_layers=3,
-        sliding_window=8,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-        initializer_range=0.5,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    return Gemma3ForCausalLM(config).eval()
-
-
-TARGETS = {"llama": tiny_llama, "mistral": tiny_mistral, "gemma3": tiny_gemma3}
-
-
-@pytest.fixture(scope="module", params=TARGETS)
+@pytest.fixture(scope="module", params=["llama", "mistral", "gemma3"])
 def any_target(request):
-    model = TARGETS[request.param]()
-    model.set_attn_implementation("eager")  # SDPA gives no attention weights
-    return model
+    return targets.target(request.param, "eager")  # SDPA gives no attention weights
 
 
 @pytest.fixture(scope="module")
 def target():
     return tiny_llama()
-
-
-def scripted(target, inputs, scripts, length=K, tree=False):
-    free = target.generate(**inputs, max_new_tokens=TOKENS + 12, do_sample=False, eos_token_id=None)
-    answers = [row[mask.argmax() :].tolist() for row, mask in zip(free, inputs["attention_mask"])]
-    return ScriptedDrafter(answers, scripts, length, tree)
 
 
 # records --------------------------------------------------------------------------------------------------------------
@@ -107,8 +62,8 @@ def compare(out, plain, lengths):
 @pytest.mark.parametrize("processors", [{}, {"repetition_penalty": 1.3}], ids=["bare", "penalty"])
 def test_records_are_plains(any_target, batch, tree, processors):
     inputs = prompts(batch)
-    drafter = scripted(any_target, inputs, [mixed(K), oracle(K), adversary], tree=tree)
-    ends = [drafter.answers[1][-(TOKENS + 12) + 5]] if batch > 1 else None
+    drafter = scripted(any_target, len(inputs["input_ids"]), [mixed(K), oracle(K), adversary], tree=tree)
+    ends = [drafter.answers[1][-FREE + 5]] if batch > 1 else None
     settings = dict(max_new_tokens=TOKENS, do_sample=False, eos_token_id=ends, **processors, **EVERYTHING)
     plain = any_target.generate(**inputs, **settings)
     out = any_target.generate(**inputs, assistant_model=drafter, **settings)
@@ -124,7 +79,7 @@ def test_records_are_plains(any_target, batch, tree, processors):
 @pytest.mark.parametrize("layers", [[0, 2], [2, 1], [-1], 1], ids=str)
 def test_hidden_states_of_named_layers(target, layers):
     inputs = prompts(3)
-    drafter = scripted(target, inputs, [mixed(K), oracle(K), adversary])
+    drafter = scripted(target, len(inputs["input_ids"]), [mixed(K), oracle(K), adversary])
     settings = dict(max_new_tokens=TOKENS, do_sample=False, output_hidden_states=layers, return_dict_in_generate=True)
     plain = target.generate(**inputs, **settings)
     out = target.generate(**inputs, assistant_model=drafter, **settings)
@@ -140,7 +95,7 @@ def test_hidden_states_of_named_layers(target, layers):
 
 def test_records_under_sampling_are_those_of_the_returned_tokens(target):
     inputs = prompts(2)
-    drafter = scripted(target, inputs, [mixed(K)])
+    drafter = scripted(target, len(inputs["input_ids"]), [mixed(K)])
     out = target.generate(
         **inputs, assistant_model=drafter, do_sample=True, top_k=5, temperature=0.7, max_new_tokens=TOKENS, **EVERYTHING
     )
@@ -161,7 +116,7 @@ def test_records_under_sampling_are_those_of_the_returned_tokens(target):
 
 def test_return_types(target):
     inputs = prompts(2)
-    drafter = scripted(target, inputs, [oracle(K)])
+    drafter = scripted(target, len(inputs["input_ids"]), [oracle(K)])
     settings = dict(max_new_tokens=8, do_sample=False)
     plain = target.generate(**inputs, **settings)
     out = target.generate(**inputs, assistant_model=drafter, **settings)
@@ -179,7 +134,7 @@ def test_return_types(target):
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
 def test_speculation_adds_up(target, script, batch, tree):
     inputs = prompts(batch)
-    drafter = scripted(target, inputs, [SCRIPTS[script]], tree=tree)
+    drafter = scripted(target, len(inputs["input_ids"]), [SCRIPTS[script]], tree=tree)
     passes = []
     hook = target.model.register_forward_hook(lambda *args: passes.append(args[-1].last_hidden_state.shape[0]))
     out = target.generate(
@@ -212,7 +167,7 @@ def test_speculation_adds_up(target, script, batch, tree):
 def test_several_sequences_per_prompt(target, script):
     """Rows of one prompt differ, follow the target's law one by one, and come in plain's order."""
     inputs = prompts(2)
-    drafter = scripted(target, inputs, [script])
+    drafter = scripted(target, len(inputs["input_ids"]), [script])
     drafter.answers = [answer for answer in drafter.answers for _ in range(3)]
     out = target.generate(
         **inputs, assistant_model=drafter, do_sample=True, num_return_sequences=3, max_new_tokens=TOKENS
@@ -236,7 +191,7 @@ def test_several_sequences_per_prompt(target, script):
 
 def test_beams_are_refused_by_name(target):
     inputs = prompts(1)
-    drafter = scripted(target, inputs, [oracle(K)])
+    drafter = scripted(target, len(inputs["input_ids"]), [oracle(K)])
     with pytest.raises(ValueError, match="num_beams"):
         target.generate(**inputs, assistant_model=drafter, num_beams=2, max_new_tokens=4)
 
@@ -249,8 +204,8 @@ def test_beams_are_refused_by_name(target):
 @pytest.mark.parametrize("batch", [1, 3])
 def test_streamer_gets_one_id_per_row_and_step(target, script, tree, batch):
     inputs = prompts(batch)
-    drafter = scripted(target, inputs, [SCRIPTS[script], oracle(K), adversary], tree=tree)
-    ends = [drafter.answers[-1][-(TOKENS + 12) + 7]]
+    drafter = scripted(target, len(inputs["input_ids"]), [SCRIPTS[script], oracle(K), adversary], tree=tree)
+    ends = [drafter.answers[-1][-FREE + 7]]
     streamer = Recording()
     settings = dict(max_new_tokens=TOKENS, do_sample=False, eos_token_id=ends)
     if batch == 1:
@@ -267,7 +222,7 @@ def test_streamer_gets_one_id_per_row_and_step(target, script, tree, batch):
 
 def test_rows_are_streamed_before_the_call_ends(target):
     inputs = prompts(2)
-    drafter = scripted(target, inputs, [oracle(K), adversary])
+    drafter = scripted(target, len(inputs["input_ids"]), [oracle(K), adversary])
     seen = []
 
     class Watching(Recording):
@@ -285,15 +240,6 @@ def test_rows_are_streamed_before_the_call_ends(target):
     assert seen == [0, *range(1, TOKENS + 1)]
 
 
-def utf8_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    raw = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    raw.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=raw, pad_token=alphabet[0])
-
-
 def forced(ids: list[int], prompt: int):
     """A processor under which the target can only write `ids`."""
 
@@ -307,7 +253,7 @@ def forced(ids: list[int], prompt: int):
 @pytest.mark.parametrize("length", [1, 2, 3, 4])
 @pytest.mark.parametrize("script", [oracle(9), adversary], ids=["oracle", "adversary"])
 def test_text_streamer_with_a_character_split_over_rounds(length, script):
-    target, tokenizer = tiny_llama(vocab=256), utf8_tokenizer()
+    target, tokenizer = tiny_llama(vocab=256), byte_tokenizer()
     text = "naïve → 学习 🙂 done."
     ids = tokenizer(text).input_ids
     prompt = tokenizer("say:", return_tensors="pt").input_ids

@@ -2,67 +2,22 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
-from conftest import ScriptedDrafter, adversary, mixed, oracle, tiny_llama
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LogitsProcessor, PreTrainedTokenizerFast, StoppingCriteria
-from transformers.generation.streamers import BaseStreamer
+from conftest import ScriptedDrafter, mixed, oracle, tiny_llama
+from scripted import Recording, byte_tokenizer, new_tokens, prompts, scripted, scripts
+from transformers import LogitsProcessor, StoppingCriteria
 
 from hf_specdraft import speculate
 from hf_specdraft.drafters.ngram import NgramConfig, NgramDrafter
 
 K = 6
-SCRIPTS = {"oracle": oracle(16), "adversary": adversary, "mixed": mixed(K)}
-
-
-class Recording(BaseStreamer):
-    """Keeps what it is given: the prompt first, then one [B] tensor per step."""
-
-    def __init__(self):
-        self.puts, self.ends = [], 0
-
-    def put(self, value):
-        assert not self.ends
-        self.puts.append(value.tolist())
-
-    def end(self):
-        self.ends += 1
+SCRIPTS = scripts(16) | {"mixed": mixed(K)}
 
 
 @pytest.fixture(scope="module")
 def target():
     return tiny_llama()
-
-
-def prompts(batch: int) -> dict:
-    """`batch` left-padded prompts of 8, 5, 11, 8, 5, ... ids."""
-    generator = torch.Generator().manual_seed(0)
-    rows = [torch.randint(1, 64, (8 + (0, -3, 3)[b % 3],), generator=generator) for b in range(batch)]
-    width = max(map(len, rows))
-    ids = torch.stack([torch.nn.functional.pad(row, (width - len(row), 0)) for row in rows])
-    mask = torch.stack([torch.arange(width) >= width - len(row) for row in rows]).long()
-    return {"input_ids": ids, "attention_mask": mask}
-
-
-@functools.cache
-def free_answers(target, batch: int, penalty: float) -> list[list[int]]:
-    """Plain's unpadded rows for `prompts(batch)`, 48 new tokens without any stop."""
-    inputs = prompts(batch)
-    free = target.generate(**inputs, max_new_tokens=48, do_sample=False, repetition_penalty=penalty)
-    return [row[mask.argmax() :].tolist() for row, mask in zip(free, inputs["attention_mask"])]
-
-
-def scripted(target, inputs, script="oracle", length=K, tree=False, penalty=1.0) -> ScriptedDrafter:
-    """A drafter that knows plain's answer without any stop."""
-    answers = free_answers(target, len(inputs["input_ids"]), penalty)
-    return ScriptedDrafter(answers, [SCRIPTS[script]], length, tree)
-
-
-def new_tokens(sequences, inputs):
-    return sequences[:, inputs["input_ids"].shape[1] :].tolist()
 
 
 def distinct_at(tokens: list[int], index: int) -> int:
@@ -83,7 +38,7 @@ shapes = pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
 @pytest.mark.parametrize("many", [False, True], ids=["one", "list"])
 def test_end_token_inside_a_block_ends_the_row_and_the_stream(target, script, tree, many):
     inputs = prompts(1)
-    drafter = scripted(target, inputs, script, 16, tree)
+    drafter = scripted(target, len(inputs["input_ids"]), [SCRIPTS[script]], 16, tree)
     answer = drafter.answers[0][8:]
     end = distinct_at(answer, 3)
     streamer = Recording()
@@ -104,7 +59,7 @@ def test_end_token_inside_a_block_ends_the_row_and_the_stream(target, script, tr
 @shapes
 def test_rows_that_end_at_different_times_leave_the_pass(target, script, tree):
     inputs = prompts(8)
-    drafter = scripted(target, inputs, script, K, tree)
+    drafter = scripted(target, len(inputs["input_ids"]), [SCRIPTS[script]], K, tree)
     free = [row[-48:] for row in drafter.answers]
     ends = [row[2 + 4 * b] for b, row in enumerate(free)]
     expected = target.generate(**inputs, eos_token_id=ends, max_new_tokens=40, do_sample=False)
@@ -125,7 +80,7 @@ def test_rows_that_end_at_different_times_leave_the_pass(target, script, tree):
 @everywhere
 def test_row_that_ends_with_its_first_token(target, script):
     inputs = prompts(3)
-    drafter = scripted(target, inputs, script)
+    drafter = scripted(target, len(inputs["input_ids"]), [SCRIPTS[script]], K)
     ends = [drafter.answers[0][8]]
     expected = target.generate(**inputs, eos_token_id=ends, max_new_tokens=12, do_sample=False)
     out = target.generate(**inputs, assistant_model=drafter, eos_token_id=ends, max_new_tokens=12, do_sample=False)
@@ -138,7 +93,7 @@ def test_row_that_ends_with_its_first_token(target, script):
 @pytest.mark.parametrize("batch", [1, 3])
 def test_minimum_length_forbids_the_end_token(target, script, rule, batch):
     inputs = prompts(batch)
-    drafter = scripted(target, inputs, script)
+    drafter = scripted(target, len(inputs["input_ids"]), [SCRIPTS[script]], K)
     end = drafter.answers[0][8 + 3]
     expected = target.generate(**inputs, eos_token_id=end, max_new_tokens=30, do_sample=False, **rule)
     # Half of the drafts come from the answer in which the end token was allowed.
@@ -169,7 +124,7 @@ def test_no_end_token_configured(target):
 @pytest.mark.parametrize("tokens", [1, 2, 3, 5, 17])
 def test_exactly_as_many_tokens_as_asked_for(target, script, tree, tokens):
     inputs = prompts(3)
-    drafter = scripted(target, inputs, script, 16, tree)
+    drafter = scripted(target, len(inputs["input_ids"]), [SCRIPTS[script]], 16, tree)
     out = target.generate(
         **inputs,
         assistant_model=drafter,
@@ -188,7 +143,7 @@ def test_exactly_as_many_tokens_as_asked_for(target, script, tree, tokens):
 @everywhere
 def test_max_length_one_above_the_prompt(target, script):
     inputs = prompts(1)
-    drafter = scripted(target, inputs, script, 16)
+    drafter = scripted(target, len(inputs["input_ids"]), [SCRIPTS[script]], 16)
     out = target.generate(**inputs, assistant_model=drafter, max_length=9, do_sample=False)
     assert new_tokens(out, inputs) == [drafter.answers[0][8:9]]
 
@@ -212,7 +167,7 @@ class LastIs(StoppingCriteria):
 @shapes
 def test_custom_criterion_stops_inside_a_block(target, script, tree):
     inputs = prompts(1)
-    drafter = scripted(target, inputs, script, 16, tree)
+    drafter = scripted(target, len(inputs["input_ids"]), [SCRIPTS[script]], 16, tree)
     answer = drafter.answers[0][8:]
     rule = LastIs([distinct_at(answer, 3)])
     out = target.generate(
@@ -229,7 +184,7 @@ def test_custom_criterion_stops_inside_a_block(target, script, tree):
 @pytest.mark.parametrize("end", [False, True], ids=["alone", "with-end-token"])
 def test_custom_criterion_in_a_batch(target, script, tree, end):
     inputs = prompts(4)
-    drafter = scripted(target, inputs, script, K, tree)
+    drafter = scripted(target, len(inputs["input_ids"]), [SCRIPTS[script]], K, tree)
     free = [row[-48:] for row in drafter.answers]
     settings = {"max_new_tokens": 30, "do_sample": False}
     if end:
@@ -255,7 +210,7 @@ class LowScore(StoppingCriteria):
 @pytest.mark.parametrize("penalty", [1.0, 1.3], ids=["prefix-free", "prefixed"])
 def test_criterion_that_reads_scores(target, script, penalty):
     inputs = prompts(1)
-    drafter = scripted(target, inputs, script, K, penalty=penalty)
+    drafter = scripted(target, len(inputs["input_ids"]), [SCRIPTS[script]], K, penalty=penalty)
     settings = {
         "max_new_tokens": 30,
         "do_sample": False,
@@ -271,23 +226,14 @@ def test_criterion_that_reads_scores(target, script, penalty):
     assert len(out.scores) == len(expected.scores) < 30
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A token per byte for the first 64 printable ones."""
-    alphabet = [chr(33 + i) for i in range(64)]
-    raw = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    raw.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=raw, pad_token=alphabet[0])
-
-
 @everywhere
 @shapes
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("route", ["assistant_model", "custom_generate"])
 def test_stop_string_over_three_tokens(target, script, tree, batch, route):
-    tokenizer = byte_tokenizer()
+    tokenizer = byte_tokenizer("".join(chr(33 + i) for i in range(64)))
     inputs = prompts(batch)
-    drafter = scripted(target, inputs, script, K, tree)
+    drafter = scripted(target, len(inputs["input_ids"]), [SCRIPTS[script]], K, tree)
     spans = [row[-48:][i : i + 3] for row, i in zip(drafter.answers, (4, 9, 15))]
     strings = [tokenizer.decode(span) for span in spans]
     settings = {"max_new_tokens": 40, "do_sample": False}
@@ -347,7 +293,7 @@ def test_grammar_is_never_asked_beyond_its_end(target, script, tree, do_sample):
 @pytest.mark.parametrize("end", [False, True], ids=["no-end-token", "with-end-token"])
 def test_max_time_is_looked_at_after_every_pass(target, script, end, monkeypatch):
     inputs = prompts(3)
-    drafter = scripted(target, inputs, script)
+    drafter = scripted(target, len(inputs["input_ids"]), [SCRIPTS[script]], K)
     seconds = [0.0]
 
     def tick(*args):
@@ -374,7 +320,7 @@ def test_max_time_is_looked_at_after_every_pass(target, script, end, monkeypatch
 
 def test_no_time_at_all_gives_plains_single_token(target):
     inputs = prompts(1)
-    drafter = scripted(target, inputs)
+    drafter = scripted(target, len(inputs["input_ids"]), [oracle(K)], K)
     expected = target.generate(**inputs, max_time=1e-9, max_new_tokens=20, do_sample=False)
     out = target.generate(**inputs, assistant_model=drafter, max_time=1e-9, max_new_tokens=20, do_sample=False)
     assert torch.equal(out, expected)
