@@ -158,7 +158,8 @@ class Rows:
     def sequences(self) -> Tensor:
         """[B, l] what generate returns: prompts and new tokens, padded on the right."""
         if not self.stops.pads and None not in self._stopped_at:
-            self.new = [new[: max(self._stopped_at)] for new in self.new]
+            last = max(self._stopped_at)
+            self.new = [new[:last] for new in self.new]
         width = max(len(new) for new in self.new)
         new = torch.tensor([n + [self.pad_token_id] * (width - len(n)) for n in self.new], dtype=torch.long)
         return torch.cat([self.prompt, new.to(self.prompt.device)], dim=-1)
