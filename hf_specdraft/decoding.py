@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -85,7 +85,8 @@ class _Call:
         self.handed_back = self.config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
         past = 0 if cache is None else int(cache.get_seq_length())
         with self.clock("target"):
-            outputs = self.target.prefill(input_ids, 1 + max(self.length, self.drafter.config.tree_nodes))
+            nodes = self.drafter.config.tree_nodes
+            outputs = self.target.prefill(input_ids, 1 + max(self.length, nodes), trees=nodes > 0)
         self.start, self.prompt_lengths = list(self.target.rows.start), self.target.rows.lengths
         self.context_columns = self.target.rows.columns
         self.policy = self._policy(synced)
@@ -134,10 +135,11 @@ class _Call:
             self.rows.streamer.end()
         self.stats.tokens = [len(new) for new in self.rows.new]
         if self.handed_back:
-            columns = self.context_columns + max(self.stats.tokens) - 1
+            longest = max(self.stats.tokens)
+            columns = self.context_columns + longest - 1
             heard = [n + t - 1 for n, t in zip(self.prompt_lengths, self.stats.tokens)] == self.target.rows.lengths
             # Rows that ended before the longest one did: plain generate went on to feed their last token.
-            unfed = [tokens < max(self.stats.tokens) for tokens in self.stats.tokens]
+            unfed = [tokens < longest for tokens in self.stats.tokens]
             last = torch.tensor([new[-1] for new in self.rows.new], device=self.device)
             features = self.target.hand_back(self.start, columns, unfed, last, self.drafter.device)
             self.session.observe(Commit([[] for _ in unfed], features))
@@ -171,11 +173,11 @@ class _Call:
         self.stats.drafted += int(draft.valid.sum())
         if draft.is_chain:
             return draft, draft.valid.sum(1).tolist()
-        return draft, torch.where(draft.valid, _depths(draft), 0).amax(1).tolist()
+        return draft, torch.where(draft.valid, draft.depth, 0).amax(1).tolist()
 
     def _context(self, lengths: list[int]) -> Context:
         nodes = max(lengths)
-        tree = self.target.trees and self.drafter.config.tree_nodes > 0
+        tree = self.target.trees
         if tree:
             room = self.target.rows.room()
             nodes = self.drafter.config.tree_nodes if room is None else min(self.drafter.config.tree_nodes, room - 1)
@@ -220,7 +222,7 @@ class _Call:
                 self.stats.rounds[row] += 1
                 valid = draft.valid[b]
                 if valid.any():
-                    self.stats.count(_depths(draft)[b][valid].tolist(), len(taken) - 1)
+                    self.stats.count(draft.depth[b][valid].tolist(), len(taken) - 1)
         self.anchor = torch.tensor([self.rows.new[row][-1] for row in self.active], device=self.device)
         return committed
 
@@ -284,12 +286,6 @@ class _Call:
         return [p + new for p, new in zip(self._prompts(self.rows.prompt), self.rows.new)]
 
 
-def _depths(draft: Draft) -> Tensor:
-    if draft.is_chain:
-        return torch.arange(1, draft.shape[1] + 1).expand(draft.shape)
-    return trees.depths(draft.parents, draft.valid)
-
-
 def _checked(draft: Draft, context: Context) -> Draft:
     """Hold a drafter to its contract: no more nodes and nothing deeper than asked for, and a tree only where the target
     takes one."""
@@ -301,8 +297,8 @@ def _checked(draft: Draft, context: Context) -> Draft:
         )
     if draft.shape[1] > context.nodes:
         raise ValueError(f"the drafter returned {draft.shape[1]} nodes a row, but context.nodes is {context.nodes}")
-    draft.valid = draft.valid & (_depths(draft) <= torch.tensor(context.lengths)[:, None])
-    return draft
+    within = draft.valid & (draft.depth <= torch.tensor(context.lengths)[:, None])
+    return draft if torch.equal(within, draft.valid) else replace(draft, valid=within)
 
 
 def _resume_or_start(

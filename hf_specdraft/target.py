@@ -13,7 +13,6 @@ from transformers.cache_utils import Cache
 from . import features as feature_rows
 from .cache import RowCache, can_realign, make_room, record_past, refuse_uncuttable
 from .draft import Draft, Features
-from .trees import depths, visibility
 
 # Tensors in model_kwargs that stand beside the tokens and grow with them: what a new token's entry is.
 _TOKEN_TYPES = {"token_type_ids": "last", "mm_token_type_ids": "zero", "moe_mm_token_type_ids": "zero"}
@@ -39,9 +38,12 @@ class TargetPass:
             else model.__call__
         )
 
-    def prefill(self, input_ids: Tensor, width: int) -> Any:
-        """The prompt through the target exactly as plain generate does it; returns the model's output. `width`: columns
-        of the widest pass that will usually follow."""
+    def prefill(self, input_ids: Tensor, width: int, trees: bool) -> Any:
+        """The prompt through the target exactly as plain generate does it; returns the model's output.
+
+        width: columns of the widest pass that will usually follow. trees: whether tree drafts are wanted, without which
+        the target is not probed for them.
+        """
         _refuse_unready(self.model, self.config, self.kwargs, input_ids)
         cache = self.kwargs.get("cache")
         refuse_uncuttable(cache)
@@ -59,7 +61,8 @@ class TargetPass:
                 f"rows of a {type(self.cache).__name__} with these layers cannot be re-aligned after uneven acceptance;"
                 " generate one row at a time or use the default dynamic cache"
             )
-        self.trees = tree_form(self.model, run_device(self.model, input_ids)) is not None and can_realign(self.cache)
+        able = trees and can_realign(self.cache)
+        self.trees = able and tree_form(self.model, run_device(self.model, input_ids)) is not None
         positions = self.kwargs.get("position_ids")
         # [.., B, 1] position of the first new token; models with three rotary axes have a leading dimension.
         self.first = None if positions is None else positions[..., -1:] + 1
@@ -81,7 +84,7 @@ class TargetPass:
         batch, nodes = draft.shape
         width = 1 + nodes
         ids = torch.cat([anchor[:, None], draft.tokens.to(anchor.device)], dim=-1)
-        depth = None if draft.is_chain else depths(draft.parents, draft.valid)
+        depth = None if draft.is_chain else draft.depth
         kwargs = dict(self.static, cache=self.cache, attention_mask=self.rows.mask_for(width))
         if self.first is not None:
             step = torch.arange(width) if depth is None else torch.nn.functional.pad(depth, (1, 0))
@@ -219,7 +222,7 @@ def _probe(model: PreTrainedModel, form: str, device: torch.device) -> bool:
             positions = (mask.cumsum(-1) - 1).clamp(min=0)
             model(input_ids=prompt, attention_mask=mask, position_ids=positions, cache=cache, use_cache=True)
             rows = RowCache(cache, 2, mask)
-            depth = depths(parents, draft.valid)
+            depth = draft.depth
             anchor = ids[:, 4:5].to(device)
             at = positions[:, -1:] + 1 + torch.nn.functional.pad(depth, (1, 0)).to(device)
             tree = model(
@@ -256,7 +259,9 @@ def _tree_mask(model, rows: RowCache, draft: Draft, depth: Tensor, device, form:
     width = 1 + draft.shape[1]
     types = getattr(model.config.get_text_config(), "layer_types", None)
     batch = rows.batch
-    seen = visibility(draft.parents, draft.valid)
+    # Every row sees the anchor, its ancestors and itself.
+    seen = torch.nn.functional.pad(draft.lineage, (1, 0, 1, 0))
+    seen[:, :, 0] = True
     place = torch.nn.functional.pad(depth, (1, 0)) + rows.columns
     masks = {}
     for kind, window in _windows(model).items():

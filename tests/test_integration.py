@@ -130,20 +130,6 @@ def test_unsupported_version(monkeypatch, unpatched, version):
     hf_specdraft.enable()
 
 
-def test_public_names():
-    assert sorted(hf_specdraft.__all__) == [
-        "AutoDrafter",
-        "Drafter",
-        "DrafterConfig",
-        "Speculation",
-        "disable",
-        "enable",
-        "families",
-        "speculate",
-    ]
-    assert all(hasattr(hf_specdraft, name) for name in hf_specdraft.__all__)
-
-
 # speculate() --------------------------------------------------------------------------------------------------------
 
 
