@@ -289,8 +289,7 @@ class _Call:
 def _checked(draft: Draft, context: Context) -> Draft:
     """Hold a drafter to its contract: no more nodes and nothing deeper than asked for, and a tree only where the target
     takes one."""
-    if not draft.is_chain and draft.shape[1]:
-        draft.is_chain = trees.is_chain(draft.parents, draft.valid)
+    draft.is_chain = draft.is_chain or not draft.shape[1] or trees.is_chain(draft.parents, draft.valid)
     if not draft.is_chain and not context.tree:
         raise ValueError(
             "the drafter returned a tree, but this target or cache takes chains only (context.tree is False)"

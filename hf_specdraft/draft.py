@@ -11,6 +11,7 @@ waiting for a device; tokens and laws live where the drafter made them.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -75,6 +76,20 @@ class Draft:
     @property
     def shape(self) -> torch.Size:
         return self.tokens.shape
+
+    @cached_property
+    def lineage(self) -> Tensor:
+        """[B, N, N] bool on the CPU: entry (j, i) says that node i is j or an ancestor of j."""
+        from .trees import ancestors
+
+        return ancestors(self.parents, self.valid)
+
+    @property
+    def depth(self) -> Tensor:
+        """[B, N] int64 on the CPU: 1 for children of the anchor; padding of a tree has 1 too."""
+        if self.is_chain:
+            return torch.arange(1, self.shape[1] + 1).expand(self.shape)
+        return self.lineage.sum(2)
 
     @classmethod
     def empty(cls, batch: int, device: torch.device | str = "cpu") -> Draft:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as lp
 
-from .verification import sample
+from .verification import argmax, sample
 
 PREFIX_FREE = (
     lp.TemperatureLogitsWarper,
@@ -92,12 +92,12 @@ class Scorer:
         """[R, V] processed scores -> probabilities; one-hot on the argmax when the request is greedy."""
         if self.do_sample:
             return scores.softmax(-1)
-        return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
+        return torch.zeros_like(scores).scatter_(-1, argmax(scores)[..., None], 1.0)
 
     def choose(self, logits: Tensor, uniforms: Tensor | None) -> Tensor:
         """[B, R, V] logits of prefix-free rows -> [B, R] the target's token in every row (rules B and C)."""
         if not self._warpers and not self.do_sample:
-            return logits.argmax(-1)
+            return argmax(logits)
         batch, rows, vocab = logits.shape
         step = max(1, _CHUNK // (4 * vocab * batch))
         chosen = []
@@ -106,7 +106,7 @@ class Scorer:
             if self.do_sample:
                 chosen.append(sample(scores.softmax(-1), uniforms[:, i : i + step]))
             else:
-                chosen.append(scores.argmax(-1))
+                chosen.append(argmax(scores))
         return torch.cat(chosen, dim=1)
 
     def process(self, scores: Tensor, rows: list[int], prefixes: list[Tensor]) -> Tensor:

@@ -68,7 +68,7 @@ class Verifier:
             return Verdict(torch.where(step < accepted[:, None], step, -1), accepted, token)
         if not drawn:
             chosen = self.scorer.choose(logits, uniforms[:, : nodes + 1])
-            return verification.match(chosen, draft.tokens.to(chosen.device), draft.parents, draft.valid)
+            return verification.match(chosen, draft.tokens.to(chosen.device), draft.parents, draft.valid, draft.lineage)
         if draft.is_chain and not by_token and bool(draft.law.rows.all()):
             return verification.block(row_at, draft, accept, emit, vocab)
         return verification.walk(row_at, draft, accept, emit, vocab)

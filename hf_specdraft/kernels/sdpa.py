@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..draft import Law
-from ..verification import residual, sample
+from ..verification import argmax, residual, sample
 
 
 def tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
@@ -30,7 +30,7 @@ def verify_chain(
     emit_uniforms: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     if greedy:
-        choice = logits.argmax(-1)  # [B, N+1]
+        choice = argmax(logits)  # [B, N+1]
         accepted = leading(choice[:, :-1] == tokens, lengths)
         return accepted, choice.gather(1, accepted[:, None]).squeeze(1)
 

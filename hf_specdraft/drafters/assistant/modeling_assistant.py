@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from ...cache import RowCache, can_realign, record_past
 from ...draft import Commit, Context, Draft, Law
-from ...verification import sample
+from ...verification import argmax, sample
 from .. import register
 from ..base import Drafter, Session, TargetView
 from .configuration_assistant import AssistantConfig
@@ -133,7 +133,7 @@ class AssistantSession(Session):
                 laws.append(law)
             else:
                 law = logits.softmax(-1) if threshold else None
-                token = logits.argmax(-1)
+                token = argmax(logits)
             tokens.append(token)
             if threshold:
                 # Stop AFTER an unsure token: it stays in the draft, so nothing is chosen by what was drawn.

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from ...draft import Block, Commit, Context, Draft, Features, Law
 from ...trees import from_marginals
+from ...verification import argmax
 from ..base import Session, TargetView
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ class BlockSession(Session):
         if context.do_sample and config.draft_sampling:
             tokens, law = self._draw(logits, context)
         else:
-            tokens = self._target_ids(logits.argmax(-1))
+            tokens = self._target_ids(argmax(logits))
         return Draft.chain(tokens, lengths, law=law, confidence=confidence, confidence_kind="pre", evidence=evidence)
 
     def _block(self, context: Context, slots: slice) -> tuple[Tensor, Tensor]:
