@@ -40,6 +40,9 @@ class Settings:
                 f"num_assistant_tokens is {settings.length}; it must be at least 1. To generate without drafting, "
                 "leave assistant_model out"
             )
+        threshold = settings.confidence_threshold
+        if threshold is not None and not 0 <= threshold <= 1:
+            raise ValueError(f"assistant_confidence_threshold is {threshold}; it must be between 0 and 1")
         if settings.schedule not in ("constant", "heuristic", "heuristic_transient"):
             raise ValueError(
                 f"num_assistant_tokens_schedule {settings.schedule!r} is not known; use 'constant' or 'heuristic'"

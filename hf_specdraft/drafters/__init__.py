@@ -61,7 +61,14 @@ class AutoDrafter:
         """The checkpoint's config.json as it stands."""
         hub = {k: kwargs[k] for k in ("revision", "token", "cache_dir", "force_download", "subfolder") if k in kwargs}
         file = cached_file(str(name_or_path), CONFIG_NAME, **hub)
-        return json.loads(Path(file).read_text(encoding="utf-8"))
+        if file is None:
+            raise OSError(
+                f"{name_or_path} holds no {CONFIG_NAME}, so it is no drafter; give the folder it was saved to"
+            )
+        try:
+            return json.loads(Path(file).read_text(encoding="utf-8"))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{file} is not valid JSON ({error}); get a complete copy of the drafter") from None
 
 
 def _discover() -> None:
