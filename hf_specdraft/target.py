@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache
 from . import features as feature_rows
 from .cache import RowCache, can_realign, make_room, record_past, refuse_uncuttable
 from .draft import Draft, Features
+from .trees import visibility
 
 # Tensors in model_kwargs that stand beside the tokens and grow with them: what a new token's entry is.
 _TOKEN_TYPES = {"token_type_ids": "last", "mm_token_type_ids": "zero", "moe_mm_token_type_ids": "zero"}
@@ -259,9 +260,7 @@ def _tree_mask(model, rows: RowCache, draft: Draft, depth: Tensor, device, form:
     width = 1 + draft.shape[1]
     types = getattr(model.config.get_text_config(), "layer_types", None)
     batch = rows.batch
-    # Every row sees the anchor, its ancestors and itself.
-    seen = torch.nn.functional.pad(draft.lineage, (1, 0, 1, 0))
-    seen[:, :, 0] = True
+    seen = visibility(draft.lineage)
     place = torch.nn.functional.pad(depth, (1, 0)) + rows.columns
     masks = {}
     for kind, window in _windows(model).items():

@@ -43,12 +43,12 @@ def depths(parents: Tensor, valid: Tensor) -> Tensor:
     return ancestors(parents, valid).sum(2)
 
 
-def visibility(parents: Tensor, valid: Tensor) -> Tensor:
-    """[B, N+1, N+1] bool: which of anchor (index 0) and nodes (index j+1) each of them may attend to.
+def visibility(lineage: Tensor) -> Tensor:
+    """`ancestors` [B, N, N] -> [B, N+1, N+1] bool: which of anchor (index 0) and nodes (index j+1) each of them may attend to.
 
     A node sees the anchor, its ancestors and itself. All of them see the whole committed context besides.
     """
-    mask = torch.nn.functional.pad(ancestors(parents, valid), (1, 0, 1, 0))
+    mask = torch.nn.functional.pad(lineage, (1, 0, 1, 0))
     mask[:, :, 0] = True
     return mask
 

@@ -283,8 +283,8 @@ def test_faults_are_noticed(monkeypatch, fault, name):
 def test_trees_that_see_other_branches_are_noticed(monkeypatch):
     """A node that attends to nodes off its path."""
 
-    def everything(parents, valid):
-        batch, nodes = parents.shape
+    def everything(lineage):
+        batch, nodes = lineage.shape[:2]
         return torch.ones(batch, nodes + 1, nodes + 1).tril().bool()
 
     model, answers = target("llama"), plain("llama")

@@ -53,10 +53,10 @@ def test_structure_of_a_chain_and_of_nothing():
     chain = Draft.chain(torch.zeros(2, 4, dtype=torch.long), [4, 2])
     assert trees.is_chain(chain.parents, chain.valid)
     causal = torch.ones(5, 5, dtype=torch.bool).tril()
-    assert torch.equal(trees.visibility(chain.parents, chain.valid)[0], causal)
+    assert torch.equal(trees.visibility(trees.ancestors(chain.parents, chain.valid))[0], causal)
     nothing = Draft.empty(3)
     assert trees.is_chain(nothing.parents, nothing.valid)
-    assert trees.visibility(nothing.parents, nothing.valid).tolist() == [[[True]]] * 3
+    assert trees.visibility(trees.ancestors(nothing.parents, nothing.valid)).tolist() == [[[True]]] * 3
     assert trees.children(nothing.parents, nothing.valid).tolist() == [[[0]]] * 3
 
 
@@ -75,7 +75,7 @@ def test_golden_tree(name, budget):
     assert torch.equal(tokens[0], want["token_ids"])
     assert torch.equal(parents[0] + 1, want["parents"][1:])
     assert torch.equal(trees.depths(parents, valid)[0], want["depths"])
-    assert torch.equal(trees.visibility(parents, valid)[0], want["visibility"])
+    assert torch.equal(trees.visibility(trees.ancestors(parents, valid))[0], want["visibility"])
 
 
 @pytest.mark.parametrize("budget", (16, 64))
@@ -84,7 +84,7 @@ def test_golden_mask_and_walk(name, budget):
     want = golden(name, budget)
     tokens, parents = want["token_ids"][None], want["parents"][None, 1:] - 1
     valid = torch.ones_like(parents, dtype=torch.bool)
-    mask = torch.nn.functional.pad(trees.visibility(parents, valid), (20, 0), value=True)
+    mask = torch.nn.functional.pad(trees.visibility(trees.ancestors(parents, valid)), (20, 0), value=True)
     assert torch.equal(mask[:, None], want["verify_mask_allowed"])
     verdict = match(want["posterior"], tokens, parents, valid)
     accepted = want["accepted_indices"][1:] - 1
