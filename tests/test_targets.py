@@ -261,6 +261,26 @@ def test_dispatched_target():
     assert torch.equal(model.generate(**BATCH, **GREEDY, assistant_model=block_drafter()), plain)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a second device")
+@pytest.mark.parametrize("apart", ["drafter", "layer"])
+def test_two_devices(apart):
+    """The drafter on the CPU and the target on the GPU; then a target whose layers, and with them the hidden states the
+    drafter reads, live on both."""
+    model, inputs = tiny_llama(), {k: v.cuda() for k, v in BATCH.items()}
+    if apart == "drafter":
+        model.cuda()
+    else:
+        layout = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.layers.0": "cpu", "model.layers.1": 0}
+        model = accelerate.dispatch_model(model, {**layout, "model.norm": 0, "lm_head": 0}, main_device=0)
+    plain = model.generate(**inputs, **GREEDY)
+    answers = unpadded(BATCH, plain.cpu())
+    drafters = [block_drafter(), *(ScriptedDrafter(answers, [mixed(4)], 4, tree=tree) for tree in (False, True))]
+    for drafter in drafters:
+        assert torch.equal(model.generate(**inputs, **GREEDY, assistant_model=drafter), plain)
+    assert torch.equal(model.generate(**inputs, **GREEDY, assistant_model=block_drafter().cuda()), plain)
+
+
 class PackedHead(nn.Module):
     """A head whose weights are 4-bit pairs in bytes with a scale per row: nothing here is a float weight."""
 
@@ -313,7 +333,7 @@ def test_padded_vocabularies(target_rows, drafter_rows, do_sample):
 SHORT = dict(max_new_tokens=9, do_sample=False)  # every width of a pass is traced anew
 
 
-@chain_or_tree
+@pytest.mark.parametrize("tree", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["chain", "tree"])
 def test_compiled_forward(tree):
     model, passes = tiny_llama(), []
     inputs = {k: v[1:] for k, v in BATCH.items()}
@@ -394,4 +414,4 @@ def test_bfloat16_differs_only_at_ties():
             best = plain.logits[int(wrong[0]) - ids.shape[1]][0].float().topk(2).values
             step = 2.0 ** (math.floor(math.log2(float(best[0].abs()))) - 7)
             assert float(best[0] - best[1]) <= 2 * step, f"seed {seed}: not a tie"
-    assert differing < 20
+    assert differing <= 10
