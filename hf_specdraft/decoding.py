@@ -169,7 +169,8 @@ class _Call:
         context = self._context(lengths)
         with self.clock("draft"):
             draft = self.session.propose(context)
-        draft = _checked(draft, context)
+        draft = self.policy.cut(_checked(draft, context), [length > 0 for length in room])
+        self.stats.paused_rounds += not draft.shape[1]
         self.stats.drafted += int(draft.valid.sum())
         if draft.is_chain:
             return draft, draft.valid.sum(1).tolist()
@@ -265,14 +266,16 @@ class _Call:
         """Tell the policy what this round took and, once it has heard enough, what bare passes take."""
         took = {name: seconds - before[name] for name, seconds in self.clock.snapshot().items()}
         if self.policy.costs.hear(draft.shape[1], took["target"], took["draft"]):
-            self.policy.costs.settle(min(self._bare_pass() for _ in range(3)))
+            few = [n for n in (1, 3) if n < draft.shape[1]]
+            self.policy.costs.settle({n: min(self._bare_pass(n) for _ in range(2)) for n in (0, *few)})
 
-    def _bare_pass(self) -> float:
-        """Seconds of a pass over the anchor alone, which leaves no trace."""
+    def _bare_pass(self, nodes: int) -> float:
+        """Seconds of a pass over the anchor and `nodes` nodes, which leaves no trace."""
         before = self.clock.snapshot()["target"]
+        empty = torch.zeros(len(self.active), nodes, dtype=torch.long, device=self.device)
         with self.clock("target"):
-            self.target.score(self.anchor, Draft.empty(len(self.active), self.device))
-        self.target.rows.commit(1, [[] for _ in self.active])
+            self.target.score(self.anchor, Draft.chain(empty, [nodes] * len(self.active)))
+        self.target.rows.commit(1 + nodes, [[] for _ in self.active])
         return self.clock.snapshot()["target"] - before
 
     def _prompts(self, input_ids: Tensor) -> list[list[int]]:

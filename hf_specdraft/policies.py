@@ -9,7 +9,11 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass, field
 
+import torch
 from transformers import GenerationConfig
+
+from .draft import Draft
+from .trees import prune
 
 _UPSTREAM = GenerationConfig._get_default_generation_params()
 
@@ -54,30 +58,46 @@ class Settings:
 class Costs:
     """Seconds that a pair of target and drafter takes: the least of a few measurements each.
 
-    plain: one target pass without a draft, None until measured.
-    node: what every node adds to a pass (its cost is taken as linear in its width).
+    passes: seconds of a target pass by number of nodes, 0 for a plain one; empty until measured.
     draft: one draft of full depth, with what the session does when it hears the outcome.
     """
 
-    plain: float | None = None
-    node: float = 0.0
+    passes: dict[int, float] = field(default_factory=dict)
     draft: float = 0.0
     _rounds: list[tuple[int, float, float]] = field(default_factory=list)
 
     @property
     def known(self) -> bool:
-        return self.plain is not None
+        return bool(self.passes)
+
+    @property
+    def plain(self) -> float:
+        return self.passes[0]
 
     def hear(self, nodes: int, target: float, draft: float) -> bool:
         """Take down a drafted round; whether there are enough of them to `settle`."""
         self._rounds.append((nodes, target, draft))
         return len(self._rounds) >= PaysOff.warm_up
 
-    def settle(self, plain: float) -> None:
-        """Fix the costs for good, given the seconds of a plain pass."""
-        self.node = max(0.0, min(((target - plain) / nodes for nodes, target, _ in self._rounds if nodes), default=0.0))
+    def settle(self, passes: dict[int, float]) -> None:
+        """Fix the costs for good, given the seconds of bare passes, the plain one among them."""
+        for nodes, target, _ in self._rounds:
+            # A round's first sight of a width may include set-up; no pass is cheaper than a plain one.
+            passes[nodes] = max(passes[0], min(target, passes.get(nodes, target)))
         self.draft = min(draft for _, _, draft in self._rounds)
-        self.plain = plain
+        self.passes = dict(sorted(passes.items()))
+
+    def seconds(self, nodes: float) -> float:
+        """Of a pass over `nodes` nodes, between and beyond the measured numbers on straight lines."""
+        known = list(self.passes)
+        if len(known) == 1:
+            return self.plain
+        right = next((i for i, n in enumerate(known) if n >= nodes and i), len(known) - 1)
+        low, high = known[right - 1], known[right]
+        slope = (self.passes[high] - self.passes[low]) / (high - low)
+        if nodes > high:
+            slope = max(slope, (self.passes[high] - self.plain) / high)
+        return self.passes[high] + slope * (nodes - high)
 
 
 _measured: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
@@ -95,6 +115,10 @@ class FixedLength:
     """Always drafts: the same length, or transformers' heuristic (+2 after full acceptance, -1 otherwise) per row."""
 
     costs: Costs | None = None
+
+    def cut(self, draft: Draft, going: list[bool]) -> Draft:
+        """The nodes worth verifying: here, all."""
+        return draft
 
     def __init__(self, length: int, heuristic: bool = False, batch: int = 1):
         self.heuristic = heuristic
@@ -122,6 +146,10 @@ class PaysOff:
     gains, every now and then one round is drafted all the same, so seldom that it costs at most `spend` of plain
     decoding; good ones bring drafting back.
 
+    Where the drafter rates its nodes (`Draft.confidence`), only those are verified that earn their place in the pass:
+    the likeliest ones, as many as make expected tokens per second greatest (CaDDTree, arXiv 2606.01813). Ratings are
+    taken in proportion to how well recent ones came true. A free drafter that rates its nodes needs no switch besides.
+
     inner: proposes the lengths that are cut here.
     nodes: nodes of a tree, 0 for chains.
     adaptive: whether depths below the full one may be chosen; otherwise it is all or nothing.
@@ -133,6 +161,7 @@ class PaysOff:
     memory = 0.9  # weight of the past in the counts, per drafted round
     memory_off = 0.5  # the same while drafting is off: the rare rounds that are left speak for all those between them
     prior, prior_weight = 0.5, 0.5  # chance of the first level, and rounds it counts for, before anything is known
+    trust_weight = 2.0  # ratings (in tokens) that are believed before any came true
     spend = 0.05  # share of plain time that drafting may cost while it is off
 
     def __init__(
@@ -150,8 +179,33 @@ class PaysOff:
         self.depth: int | None = None  # None: whatever `inner` says
         self.gain, self.gap, self.waited, self.rounds = 1.0, 0.0, 0, 0
         self._asked = False
+        self._rated, self._mass, self._hits, self._claimed, self._used = False, 0.0, 0.0, 0.0, float(nodes)
         self._reached: list[float] = []
         self._passed: list[float] = []
+
+    def cut(self, draft: Draft, going: list[bool]) -> Draft:
+        """Only the nodes worth verifying. `going`: rows that are not finished.
+
+        Cutting by a rating that looked at the token makes drawn rows point rows, so such a draft is left as it is.
+        """
+        own = draft.confidence_kind == "own"
+        if not self.costs.known or draft.confidence is None or (own and draft.law is not None):
+            return draft
+        self._rated = True
+        rating = torch.where(draft.valid, draft.confidence.cpu().float(), 0.0)
+        trust = (self._hits + self.trust_weight) / (self._claimed + self.trust_weight)
+        best, order = rating.sort(dim=1, descending=True, stable=True)  # parents before children: paths only lose
+        expected = sum(going) + (trust * best).clamp(max=1).sum(0).cumsum(0)
+        rates = [sum(going) / self.costs.plain]
+        rates += [tokens / self.costs.seconds(n) for n, tokens in enumerate(expected.tolist(), 1)]
+        nodes = max(range(len(rates)), key=rates.__getitem__)
+        self._used = self.memory * self._used + (1 - self.memory) * nodes
+        self._mass = float(best[:, :nodes].sum())
+        if nodes == 0:
+            return Draft.empty(draft.shape[0], draft.tokens.device)
+        if nodes == draft.shape[1]:
+            return draft
+        return prune(draft, order.argsort(dim=1) < nodes, looked_at_token=own)
 
     def before(self, rows: list[int]) -> list[int]:
         """Length for each of the request's rows `rows`; 0 for all while drafting does not pay."""
@@ -164,6 +218,11 @@ class PaysOff:
     def observe(self, rows: list[int], offered: list[int], committed: list[list[int]]) -> None:
         """Hear the offered depth and the committed tokens of each row."""
         self.inner.observe(rows, offered, committed)
+        self._hits = self.memory * self._hits + sum(len(t) - 1 for d, t in zip(offered, committed) if d and t)
+        self._claimed = self.memory * self._claimed + self._mass
+        self._mass = 0.0
+        if self._rated and self.free:
+            return
         self.waited += 1
         if not self._asked or self.free and not any(offered):
             return
@@ -201,4 +260,5 @@ class PaysOff:
 
     def _seconds(self, depth: int) -> float:
         share = depth / self.full if self.sequential else 1.0
-        return self.costs.plain + self.costs.node * (self.nodes or depth) + self.costs.draft * share
+        nodes = self._used if self._rated and self.nodes else self.nodes or depth
+        return self.costs.seconds(nodes) + self.costs.draft * share

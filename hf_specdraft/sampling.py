@@ -59,6 +59,27 @@ def refuse_call_order(processors: list, batch: int) -> None:
             )
 
 
+class Noise:
+    """Uniforms in [0, 1), one for each new token of each row, from torch's global seed.
+
+    Verifying a point draft draws the target's own token at every position. With noise that belongs to the position, the
+    text depends on the seed alone: not on what was drafted, how deep, or when.
+    """
+
+    _CHUNK = 64
+
+    def __init__(self, batch: int):
+        self._generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))
+        self._table = torch.empty(batch, 0, dtype=torch.float64)
+
+    def at(self, rows: list[int], positions: Tensor) -> Tensor:
+        """[R, C] noise of the request's rows `rows` at their new tokens `positions` [R, C], 0 the first; on the CPU."""
+        while self._table.shape[1] <= int(positions.max()):
+            more = torch.rand(len(self._table), self._CHUNK, dtype=torch.float64, generator=self._generator)
+            self._table = torch.cat([self._table, more], dim=1)
+        return self._table[torch.tensor(rows)[:, None], positions]
+
+
 class Scorer:
     """The request's logits processors, for one call of generate.
 
@@ -71,6 +92,7 @@ class Scorer:
         self.processors = list(processors)
         self.batch = batch
         self.do_sample = do_sample
+        self.noise = Noise(batch) if do_sample else None
         self.prefix_free = all(type(p) in PREFIX_FREE for p in self.processors)
         self._warpers = [p for p in self.processors if type(p) in PREFIX_FREE]
         # The temperature when nothing else is asked for (1 when nothing at all), None otherwise.

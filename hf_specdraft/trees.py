@@ -44,7 +44,7 @@ def depths(parents: Tensor, valid: Tensor) -> Tensor:
 
 
 def visibility(lineage: Tensor) -> Tensor:
-    """`ancestors` [B, N, N] -> [B, N+1, N+1] bool: which of anchor (index 0) and nodes (index j+1) each of them may attend to.
+    """`ancestors` -> [B, N+1, N+1] bool: which of anchor (index 0) and nodes (index j+1) each of them may attend to.
 
     A node sees the anchor, its ancestors and itself. All of them see the whole committed context besides.
     """

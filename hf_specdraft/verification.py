@@ -132,6 +132,7 @@ def walk(
     accept_uniforms: Tensor,
     emit_uniforms: Tensor,
     vocab_size: int,
+    draw_uniforms: Tensor | None = None,
 ) -> Verdict:
     """Rules A, B and D: descend from the anchor, one target row per depth, until no child is accepted.
 
@@ -145,7 +146,8 @@ def walk(
     child j was drawn from, without its earlier siblings if so drawn. When all fail, r is emitted, with emit_uniforms. A
     token that Q gives no chance is never accepted: it cannot have been drawn from Q.
     Point rows draw one token from p and go to the first child that carries it, or emit it. Each depth has noise of its
-    own: the draw uses the accept uniform of the first child, and emit_uniforms where there are no children.
+    own: draw_uniforms [B, N+1] at the row's index; without them the accept uniform of the first child, and
+    emit_uniforms where there are no children.
     """
     device, (batch, nodes) = draft.tokens.device, draft.shape
     law, drawn, any_point = _law(draft)
@@ -180,7 +182,11 @@ def walk(
                 if not _none(failed):
                     p = torch.where(failed[:, None], residual(p, q), p)
         if any_point:
-            token = sample(p, uniforms.gather(1, siblings[:, :1])[:, 0])
+            if draw_uniforms is None:
+                noise = uniforms.gather(1, siblings[:, :1])
+            else:
+                noise = draw_uniforms.gather(1, index[:, None])
+            token = sample(p, noise[:, 0])
             carries = tokens.gather(1, siblings) == token[:, None]
             picked = torch.where(drawn, picked, siblings.where(carries, nodes).amin(1))
             next_token = torch.where(alive & (picked == nodes), token, next_token)

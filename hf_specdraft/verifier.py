@@ -2,9 +2,11 @@
 
 | draft                                       | processors read prefixes | rule                                    |
 |---------------------------------------------|--------------------------|-----------------------------------------|
-| chain, no law, at most a temperature        | no                       | B, C by the fused kernel                |
+| chain, greedy request                       | no                       | C by the fused kernel                   |
 | anything without a law                      | no                       | B, C by one choice per row              |
-| drawn chains                                | no                       | E, or A when config.verification="token" |
+| drawn chains                                | no                       | E; A when config.verification="token",  |
+|                                             |                          | by the fused kernel if warped by at     |
+|                                             |                          | most a temperature                      |
 | drawn trees, mixed rows                     | no                       | A, D                                    |
 | anything                                    | yes                      | A, B, C, D along the accepted path      |
 """
@@ -40,20 +42,18 @@ class Verifier:
         """Judge a draft by logits [B, 1+N, V]; `active` are the request's rows in the pass."""
         batch, nodes = draft.shape
         vocab = logits.shape[-1]
-        if self.scorer.do_sample:
-            uniforms = torch.rand(batch, 2 * nodes + 2, device=logits.device)
-        else:
-            uniforms = torch.zeros(batch, 2 * nodes + 2, device=logits.device)
+        draw = self._noise(draft, active).to(logits.device)
+        uniforms = torch.rand(batch, nodes + 1, device=logits.device) if self.scorer.do_sample else draw
         accept, emit = uniforms[:, :nodes], uniforms[:, -1]
         if not self.scorer.prefix_free:
-            return verification.walk(self._prefixed(draft, logits, active), draft, accept, emit, vocab)
+            return verification.walk(self._prefixed(draft, logits, active), draft, accept, emit, vocab, draw)
         row_at = partial(self._row_at, logits)
         if self.config.lossy_typical_acceptance and nodes and self.scorer.do_sample:
             return verification.lossy_typical(row_at, draft, emit)
         drawn = draft.law is not None and bool(draft.law.rows.any())
         temperature = self.scorer.temperature
         by_token = self.config.verification == "token"
-        if draft.is_chain and temperature is not None and (by_token or not drawn):
+        if draft.is_chain and temperature is not None and (drawn and by_token or not self.scorer.do_sample):
             accepted, token = kernels.verify_chain(
                 logits,
                 draft.tokens,
@@ -67,11 +67,19 @@ class Verifier:
             step = torch.arange(nodes, device=accepted.device)
             return Verdict(torch.where(step < accepted[:, None], step, -1), accepted, token)
         if not drawn:
-            chosen = self.scorer.choose(logits, uniforms[:, : nodes + 1])
+            chosen = self.scorer.choose(logits, draw)
             return verification.match(chosen, draft.tokens.to(chosen.device), draft.parents, draft.valid, draft.lineage)
         if draft.is_chain and not by_token and bool(draft.law.rows.all()):
             return verification.block(row_at, draft, accept, emit, vocab)
-        return verification.walk(row_at, draft, accept, emit, vocab)
+        return verification.walk(row_at, draft, accept, emit, vocab, draw)
+
+    def _noise(self, draft: Draft, active: list[int]) -> Tensor:
+        """[B, 1+N] uniforms by row of the logits, each of the position that the row decides; zeros if greedy."""
+        if self.scorer.noise is None:
+            return torch.zeros(draft.shape[0], draft.shape[1] + 1)
+        committed = torch.tensor([len(self.rows.new[row]) for row in active])
+        depth = torch.nn.functional.pad(draft.depth, (1, 0))
+        return self.scorer.noise.at(active, committed[:, None] + depth)
 
     def _row_at(self, logits: Tensor, index: Tensor, alive: Tensor | None = None) -> Tensor:
         """[B, V] law at row `index` [B] of each batch row, after processors that read no prefix."""

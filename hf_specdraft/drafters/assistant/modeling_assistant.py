@@ -151,7 +151,7 @@ class AssistantSession(Session):
             stacked.to(context.anchor.device),
             [min(n, len(tokens)) for n in lengths],
             law=Law(torch.stack(laws, dim=1), None, torch.ones(len(lengths), dtype=torch.bool)) if drawn else None,
-            confidence=torch.stack(confidence, dim=1) if confidence else None,
+            confidence=torch.stack(confidence, dim=1).cumprod(1) if confidence else None,
         )
 
     def _forget_pending(self) -> None:
