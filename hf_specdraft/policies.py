@@ -157,11 +157,12 @@ class PaysOff:
     free: whether a draft without any node costs nothing.
     """
 
-    warm_up = 3  # drafted rounds before the first judgement
+    warm_up = 3  # drafted rounds of every call before the first judgement: so many the first call needs to measure
     memory = 0.9  # weight of the past in the counts, per drafted round
     memory_off = 0.5  # the same while drafting is off: the rare rounds that are left speak for all those between them
     prior, prior_weight = 0.5, 0.5  # chance of the first level, and rounds it counts for, before anything is known
     trust_weight = 2.0  # ratings (in tokens) that are believed before any came true
+    margin = 1.05  # gain that is worth while: a guess from few rounds, or costs measured on a busy machine, may be off
     spend = 0.05  # share of plain time that drafting may cost while it is off
 
     def __init__(
@@ -177,7 +178,7 @@ class PaysOff:
         self.adaptive, self.sequential, self.free = adaptive, sequential, free
         self.full = max(inner.lengths)
         self.depth: int | None = None  # None: whatever `inner` says
-        self.gain, self.gap, self.waited, self.rounds = 1.0, 0.0, 0, 0
+        self.gain, self.gap, self.waited, self.rounds = float("inf"), 0.0, 0, 0
         self._asked = False
         self._rated, self._mass, self._hits, self._claimed, self._used = False, 0.0, 0.0, 0.0, float(nodes)
         self._reached: list[float] = []
@@ -189,7 +190,7 @@ class PaysOff:
         Cutting by a rating that looked at the token makes drawn rows point rows, so such a draft is left as it is.
         """
         own = draft.confidence_kind == "own"
-        if not self.costs.known or draft.confidence is None or (own and draft.law is not None):
+        if not self._ready or draft.confidence is None or (own and draft.law is not None):
             return draft
         self._rated = True
         rating = torch.where(draft.valid, draft.confidence.cpu().float(), 0.0)
@@ -207,9 +208,14 @@ class PaysOff:
             return draft
         return prune(draft, order.argsort(dim=1) < nodes, looked_at_token=own)
 
+    @property
+    def _ready(self) -> bool:
+        """Whether to decide anything; in a call that measures no later and no earlier than in those after it."""
+        return self.costs.known and self.rounds >= self.warm_up
+
     def before(self, rows: list[int]) -> list[int]:
         """Length for each of the request's rows `rows`; 0 for all while drafting does not pay."""
-        self._asked = self.gain >= 1 or self.waited >= self.gap
+        self._asked = self.gain >= self.margin or self.waited >= self.gap
         lengths = self.inner.before(rows)
         if not self._asked:
             return [0] * len(rows)
@@ -226,17 +232,18 @@ class PaysOff:
         self.waited += 1
         if not self._asked or self.free and not any(offered):
             return
+        ready = self._ready
         self.rounds += 1
         self.waited = 0
         self._count([(depth, len(tokens) - 1) for depth, tokens in zip(offered, committed) if tokens])
-        if self.costs.known and self.rounds >= self.warm_up:
+        if ready:
             self._judge()
 
     def _count(self, outcomes: list[tuple[int, int]]) -> None:
         """Add one round's (offered, accepted) levels of each row. A row without an offer counts as a failure: its share
         of the pass, or at least its draft, was paid for nothing."""
         deepest = max(1, *(depth for depth, _ in outcomes))
-        memory = self.memory if self.gain >= 1 else self.memory_off
+        memory = self.memory if self.gain >= self.margin else self.memory_off
         for counts in (self._reached, self._passed):
             counts[:] = [memory * c for c in counts] + [0.0] * (deepest - len(counts))
         for depth, accepted in outcomes:

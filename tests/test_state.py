@@ -338,8 +338,8 @@ def tensor_bytes() -> int:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_call_is_set_up_in_under_five_milliseconds(target, family):
-    """What a call does beside passes of the target and of the drafter, for one token: the least of ten tries, in processor
-    time so that a busy machine does not count."""
+    """What a call does beside passes of the target and of the drafter, for one token: the least of ten tries, in
+    processor time so that a busy machine does not count."""
     drafter = drafter_of(family)
     ids = torch.tensor(targets.prompts((8,)))
     settings = dict(max_new_tokens=1, do_sample=False)
