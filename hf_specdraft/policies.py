@@ -161,6 +161,7 @@ class PaysOff:
     memory = 0.9  # weight of the past in the counts, per drafted round
     memory_off = 0.5  # the same while drafting is off: the rare rounds that are left speak for all those between them
     prior, prior_weight = 0.5, 0.5  # chance of the first level, and rounds it counts for, before anything is known
+    trust_memory = 0.97  # weight of the past in how well ratings came true: long, as every round counts several nodes
     trust_weight = 2.0  # ratings (in tokens) that are believed before any came true
     margin = 1.05  # gain that is worth while: a guess from few rounds, or costs measured on a busy machine, may be off
     spend = 0.05  # share of plain time that drafting may cost while it is off
@@ -197,7 +198,7 @@ class PaysOff:
         trust = (self._hits + self.trust_weight) / (self._claimed + self.trust_weight)
         best, order = rating.sort(dim=1, descending=True, stable=True)  # parents before children: paths only lose
         expected = sum(going) + (trust * best).clamp(max=1).sum(0).cumsum(0)
-        rates = [sum(going) / self.costs.plain]
+        rates = [self.margin * sum(going) / self.costs.plain]
         rates += [tokens / self.costs.seconds(n) for n, tokens in enumerate(expected.tolist(), 1)]
         nodes = max(range(len(rates)), key=rates.__getitem__)
         self._used = self.memory * self._used + (1 - self.memory) * nodes
@@ -224,8 +225,8 @@ class PaysOff:
     def observe(self, rows: list[int], offered: list[int], committed: list[list[int]]) -> None:
         """Hear the offered depth and the committed tokens of each row."""
         self.inner.observe(rows, offered, committed)
-        self._hits = self.memory * self._hits + sum(len(t) - 1 for d, t in zip(offered, committed) if d and t)
-        self._claimed = self.memory * self._claimed + self._mass
+        self._hits = self.trust_memory * self._hits + sum(len(t) - 1 for d, t in zip(offered, committed) if d and t)
+        self._claimed = self.trust_memory * self._claimed + self._mass
         self._mass = 0.0
         if self._rated and self.free:
             return
