@@ -216,14 +216,14 @@ def test_drafts_that_must_not_be_cut():
 def test_confident_liar_costs_little_and_is_believed_again(free, node):
     policy = PaysOff(FixedLength(K), costs(0.0 if free else 0.2, node), free=free)
     seconds, verified = [], []
-    for i in range(600):
+    for i in range(1000):
         depth = policy.before([0])[0]
-        draft = rated([0.95**i for i in range(1, depth + 1)])
+        draft = rated([0.95**level for level in range(1, depth + 1)])
         verified.append(policy.cut(draft, [True]).shape[1] if depth else 0)
         policy.observe([0], [verified[-1]], [[1] * (1 + (verified[-1] if i >= 400 else 0))])
         seconds.append(policy.costs.seconds(verified[-1]) + (policy.costs.draft if depth else 0))
     assert sum(seconds[32:400]) / len(seconds[32:400]) <= 1.15
-    assert all(verified[500:])
+    assert all(verified[500 if free else 900 :])
 
 
 # in the loop ----------------------------------------------------------------------------------------------------------
