@@ -84,7 +84,7 @@ class Draft:
 
         return ancestors(self.parents, self.valid)
 
-    @property
+    @cached_property
     def depth(self) -> Tensor:
         """[B, N] int64 on the CPU: 1 for children of the anchor; padding of a tree has 1 too."""
         if self.is_chain:
