@@ -169,9 +169,10 @@ class _Call:
         context = self._context(lengths)
         with self.clock("draft"):
             draft = self.session.propose(context)
-        draft = self.policy.cut(_checked(draft, context), [length > 0 for length in room])
-        self.stats.paused_rounds += not draft.shape[1]
+        draft = _checked(draft, context)
         self.stats.drafted += int(draft.valid.sum())
+        draft = self.policy.cut(draft, [length > 0 for length in room])
+        self.stats.paused_rounds += not draft.shape[1]
         if draft.is_chain:
             return draft, draft.valid.sum(1).tolist()
         return draft, torch.where(draft.valid, draft.depth, 0).amax(1).tolist()

@@ -26,6 +26,7 @@ class AssistantDrafter(Drafter):
     """
 
     config_class = AssistantConfig
+    is_sequential = True
 
     def __init__(self, config: AssistantConfig):
         super().__init__(config)
@@ -91,8 +92,10 @@ class AssistantSession(Session):
         width = max(map(len, self.pending), default=0)
         right = []
         for text, new, guessed in zip(self.texts, commit.tokens, self.pending):
-            count = 0
-            while count < min(len(new), len(guessed)) and new[count] == guessed[count]:
+            # The last token is fed anew: its logits are what drafting starts from. A draft that was cut before the
+            # pass may have guessed it.
+            limit, count = min(len(new) - 1, len(guessed)), 0
+            while count < limit and new[count] == guessed[count]:
                 count += 1
             right.append(count)
             text += new
