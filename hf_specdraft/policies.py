@@ -191,7 +191,12 @@ class PaysOff:
         Cutting by a rating that looked at the token makes drawn rows point rows, so such a draft is left as it is.
         """
         own = draft.confidence_kind == "own"
-        if not self._ready or draft.confidence is None or (own and draft.law is not None):
+        # A free drafter needs no warm-up: its ratings say from the first round on what is worth verifying.
+        if (
+            not (self.costs.known if self.free else self._ready)
+            or draft.confidence is None
+            or (own and draft.law is not None)
+        ):
             return draft
         self._rated = True
         rating = torch.where(draft.valid, draft.confidence.cpu().float(), 0.0)
