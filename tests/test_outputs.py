@@ -135,6 +135,8 @@ def test_return_types(target):
 def test_speculation_adds_up(target, script, batch, tree):
     inputs = prompts(batch)
     drafter = scripted(target, len(inputs["input_ids"]), [SCRIPTS[script]], tree=tree)
+    # Whether the target takes trees is found out once, by passes of their own.
+    target.generate(**inputs, assistant_model=drafter, max_new_tokens=2, do_sample=False)
     passes = []
     hook = target.model.register_forward_hook(lambda *args: passes.append(args[-1].last_hidden_state.shape[0]))
     out = target.generate(
