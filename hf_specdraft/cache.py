@@ -84,9 +84,8 @@ class RowCache:
             self.columns += count
             return
         start = torch.tensor([self.start[b] for b in alive])
-        offsets = torch.zeros(len(alive), max(max(counts), 1), dtype=torch.long)
-        for i, b in enumerate(alive):
-            offsets[i, : counts[b]] = torch.tensor(kept[b], dtype=torch.long)
+        most = max(max(counts), 1)
+        offsets = torch.tensor([kept[b] + [0] * (most - counts[b]) for b in alive])
         length = self.columns - start + torch.tensor([counts[b] for b in alive])
         new_columns = int(length.max())
         new_start = new_columns - length
