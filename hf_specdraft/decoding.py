@@ -14,7 +14,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from . import trees
 from .draft import Commit, Context, Draft, Verdict
 from .drafters.base import Drafter, Session, TargetView
-from .policies import FixedLength, PaysOff, Settings, costs_of
+from .policies import FixedLength, PaysOff, Settings, costs_of, nominal_costs
 from .recording import Recorder
 from .rows import Rows
 from .sampling import Scorer
@@ -250,9 +250,14 @@ class _Call:
         if synced or drafter.config.policy == "fixed":
             return inner
         nodes = drafter.config.tree_nodes if self.target.trees else 0
+        depth = inner.lengths[0]
+        if self.scorer.do_sample and getattr(drafter.config, "draft_sampling", False):
+            costs = nominal_costs(self.model, drafter, depth, nodes)
+        else:
+            costs = costs_of(self.model, drafter, self.rows.batch, self.context_columns, depth, nodes)
         return PaysOff(
             inner,
-            costs_of(self.model, drafter, self.rows.batch, self.context_columns, inner.lengths[0], nodes),
+            costs,
             nodes,
             adaptive=constant and self.settings.length is None and not nodes,
             sequential=drafter.is_sequential,

@@ -54,6 +54,7 @@ _CONFLICTS = {
     "assistant_early_exit": "it makes the target its own drafter; drop it or drop assistant_model",
     "use_mtp": "it makes the target its own drafter; drop it or drop assistant_model",
     "speculation_type": "it selects a loop of transformers; our drafters bring their own",
+    "dola_layers": "it compares layers at every step, which transformers does in a decoding method of its own",
     "assistant_ensemble_weight": "it changes the output's law; only lossless verification is done here",
 }
 

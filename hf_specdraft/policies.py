@@ -100,6 +100,8 @@ class Costs:
         return self.passes[high] + slope * (nodes - high)
 
 
+# What a node adds to a pass where nothing may be measured, in plain passes.
+NOMINAL_NODE = 0.02
 _measured: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
@@ -109,6 +111,18 @@ def costs_of(target, drafter, batch: int, columns: int, depth: int, nodes: int) 
     per_drafter = _measured.setdefault(target, weakref.WeakKeyDictionary())
     kind = ((batch - 1).bit_length(), columns.bit_length(), depth, nodes)
     return per_drafter.setdefault(drafter, {}).setdefault(kind, Costs())
+
+
+def nominal_costs(target, drafter, depth: int, nodes: int) -> Costs:
+    """Costs by the number of weights, in plain passes, for sampling with drafts that are drawn.
+
+    There the sampled text depends on how deep each draft was, so that a measured depth would make one seed give
+    different texts in different processes. (Point drafts have no such trouble: see `sampling.Noise`.)
+    """
+    size = target.num_parameters()
+    one = drafter.num_parameters() / size if size else 1.0
+    widest = max(nodes, depth)
+    return Costs({0: 1.0, widest: 1.0 + NOMINAL_NODE * widest}, one * (depth if drafter.is_sequential else 1))
 
 
 class FixedLength:

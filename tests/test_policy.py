@@ -556,3 +556,14 @@ def test_adversary_costs_little_real_time(share):
         if ratios[-1] <= 1.15:
             return
     raise AssertionError(ratios)
+
+
+def test_drawn_drafts_are_budgeted_without_the_clock(monkeypatch):
+    """A sampled text made of drawn drafts depends on their depths, so no measured second may choose them."""
+    target, inputs = tiny_llama(), prompts(2)
+    drafter = AssistantDrafter.from_model(tiny_llama(seed=4))
+    monkeypatch.setattr(decoding, "costs_of", lambda *args: pytest.fail("measured costs were asked for"))
+    torch.manual_seed(3)
+    first = target.generate(**inputs, assistant_model=drafter, do_sample=True, max_new_tokens=30)
+    torch.manual_seed(3)
+    assert torch.equal(target.generate(**inputs, assistant_model=drafter, do_sample=True, max_new_tokens=30), first)
