@@ -10,6 +10,7 @@ import torch
 from conftest import ScriptedDrafter, oracle, tiny_llama
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoModel,
     DynamicCache,
     MambaConfig,
     MambaForCausalLM,
@@ -75,9 +76,22 @@ def saved(drafter, change):
         change(config, tensors)
         (folder / "config.json").write_text(json.dumps(config))
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        for loader in (AutoModel, drafter().__class__):
+            with pytest.raises(ValueError):
+                loader.from_pretrained(folder)
         AutoDrafter.from_pretrained(folder)
 
     return call
+
+
+def assistant() -> AssistantDrafter:
+    return AssistantDrafter(AssistantConfig.tiny())
+
+
+def remembering() -> NgramDrafter:
+    drafter = NgramDrafter(NgramConfig.tiny())
+    drafter.set_corpus([[1, 2, 3]])
+    return drafter
 
 
 def written(config):
@@ -157,6 +171,10 @@ CASES = {
         ("hidden_size 64", "target has 32", "load the target"),
     ),
     "vocabulary": (asked(drafter=NgramDrafter(NgramConfig(vocab_size=512))), ("vocabulary of 512", "64", "load the")),
+    "another tokenizer's vocabulary": (
+        asked(lambda: tiny_llama(vocab=5000), NgramDrafter(NgramConfig(vocab_size=4800))),
+        ("vocabulary of 4800", "5000", "tokenizer= and assistant_tokenizer="),
+    ),
     "layer out of range": (asked(drafter=block(target_layer_ids=[0, 7])), ("layer 7", "layers 0 to 1", "load the")),
     "negative layer": (asked(drafter=block(target_layer_ids=[-2])), ("layer -2", "layers 0 to 1", "load the target")),
     "last layer": (asked(drafter=block(target_layer_ids=[1])), ("layer 1", "after the final norm", "earlier layers")),
@@ -181,6 +199,26 @@ CASES = {
     "NaN weights": (
         saved(block, lambda c, t: t["norm.weight"].fill_(float("nan"))),
         ("not finite", "norm.weight", "complete copy"),
+    ),
+    "assistant, missing tensor": (
+        saved(assistant, lambda c, t: t.pop("model.model.norm.weight")),
+        ("missing", "model.model.norm.weight", "complete copy"),
+    ),
+    "assistant, tensor left over": (
+        saved(assistant, lambda c, t: t.update(extra=torch.ones(2))),
+        ("unexpected", "extra", "complete copy"),
+    ),
+    "assistant, NaN weights": (
+        saved(assistant, lambda c, t: t["model.lm_head.weight"].fill_(float("nan"))),
+        ("not finite", "model.lm_head.weight", "complete copy"),
+    ),
+    "corpus missing": (
+        saved(remembering, lambda c, t: (t.pop("corpus"), t.update(extra=torch.ones(2)))),
+        ("missing: corpus", "unexpected: extra", "complete copy"),
+    ),
+    "corpus of another size": (
+        saved(remembering, lambda c, t: t.update(corpus=torch.ones(9, dtype=torch.int32))),
+        ("mismatched", "corpus", "complete copy"),
     ),
     "unknown config key": (
         saved(block, lambda c, t: c.update(selector_rank=4)),

@@ -175,10 +175,12 @@ class Drafter(PreTrainedModel):
     def check(self, view: TargetView) -> None:
         """Raise ValueError, with cause and remedy, when this drafter cannot serve the target."""
         vocab = self.config.vocab_size
-        if vocab is not None and 4 * abs(vocab - view.vocab_size) > max(vocab, view.vocab_size):
+        # One tokenizer's heads are padded to different sizes: Qwen's have 151936 or 152064 rows.
+        if vocab is not None and abs(vocab - view.vocab_size) > max(64, max(vocab, view.vocab_size) // 50):
             raise ValueError(
                 f"drafter was built for a vocabulary of {vocab} but the target has {view.vocab_size}; load the target "
-                f"named in drafter.config.target_name ({self.config.target_name})"
+                f"named in drafter.config.target_name ({self.config.target_name}), or give generate tokenizer= and "
+                "assistant_tokenizer= if this is an assistant with a tokenizer of its own"
             )
         for layer in self.feature_layers:
             if not -1 <= layer < view.num_layers:
@@ -186,6 +188,36 @@ class Drafter(PreTrainedModel):
                     f"drafter reads the target's layer {layer}, but the target has layers 0 to {view.num_layers - 1}; "
                     f"load the target named in drafter.config.target_name ({self.config.target_name})"
                 )
+
+    @classmethod
+    def from_pretrained(cls, name_or_path, *args, **kwargs) -> Drafter:
+        """As PreTrainedModel.from_pretrained, safetensors only, but what it would warn of is a ValueError.
+
+        Raises ValueError naming the tensors that are missing, left over, of a wrong shape, or not finite.
+        """
+        with_info = kwargs.pop("output_loading_info", False)
+        # "Ignored" here means reported: upstream's own error for a wrong shape does not name the tensor.
+        kwargs = {"use_safetensors": True, **kwargs, "output_loading_info": True, "ignore_mismatched_sizes": True}
+        model, info = super().from_pretrained(name_or_path, *args, **kwargs)
+        problems = [
+            f"{kind.removesuffix('_keys')}: {', '.join(sorted(map(str, info[kind])))}"
+            for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
+            if info[kind]
+        ]
+        problems += [
+            f"not finite: {name}"
+            for name, tensor in model.state_dict().items()
+            if tensor.is_floating_point()
+            and not tensor.is_meta
+            # PyTorch cannot ask this of every 8-bit type.
+            and not (tensor.bfloat16() if tensor.itemsize == 1 else tensor).isfinite().all()
+        ]
+        if problems:
+            raise ValueError(
+                f"the checkpoint's tensors do not make the drafter its config describes ({'; '.join(problems)}); "
+                "a drafter loaded in part would draft noise, so get a complete copy of it"
+            )
+        return (model, info) if with_info else model
 
     @classmethod
     def dialect_of(cls, config: dict) -> str | None:

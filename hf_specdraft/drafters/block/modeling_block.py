@@ -195,33 +195,6 @@ class BlockDrafter(Drafter):
         values, state = dialects.read(name_or_path, config, fields, kwargs)
         return cls.from_pretrained(None, config=BlockConfig(**values), state_dict=state, **kwargs)
 
-    @classmethod
-    def from_pretrained(cls, name_or_path, *args, **kwargs) -> BlockDrafter:
-        """As PreTrainedModel.from_pretrained, safetensors only, but what it would warn of is a ValueError.
-
-        Raises ValueError naming the tensors that are missing, left over, of a wrong shape, or not finite.
-        """
-        with_info = kwargs.pop("output_loading_info", False)
-        # "Ignored" here means reported: upstream's own error for a wrong shape does not name the tensor.
-        kwargs = {"use_safetensors": True, **kwargs, "output_loading_info": True, "ignore_mismatched_sizes": True}
-        model, info = super().from_pretrained(name_or_path, *args, **kwargs)
-        problems = [
-            f"{kind.removesuffix('_keys')}: {', '.join(sorted(map(str, info[kind])))}"
-            for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
-            if info[kind]
-        ]
-        problems += [
-            f"not finite: {name}"
-            for name, tensor in model.state_dict().items()
-            if tensor.is_floating_point() and not tensor.is_meta and not tensor.isfinite().all()
-        ]
-        if problems:
-            raise ValueError(
-                f"the checkpoint's tensors do not make the drafter its config describes ({'; '.join(problems)}); "
-                "a drafter loaded in part would draft noise, so get a complete copy of it"
-            )
-        return (model, info) if with_info else model
-
     def forward(
         self,
         input_ids: Tensor | None = None,
