@@ -1,12 +1,16 @@
 """The assistant family: acceptance of a perfect drafter, its cache in step, stops without bias, other tokenizers."""
 
+import copy
+import gc
+import weakref
+
 import pytest
 import torch
 from conftest import tiny_llama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModel, MistralConfig, MistralForCausalLM, PreTrainedTokenizerFast
 
-from hf_specdraft import AutoDrafter
+from hf_specdraft import AutoDrafter, policies
 from hf_specdraft.draft import Commit, Context
 from hf_specdraft.drafters.assistant import AssistantConfig, AssistantDrafter, AssistantSession
 from hf_specdraft.drafters.base import TargetView
@@ -136,12 +140,13 @@ def letters(order: str, bos: bool, merged=()) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", unk_token="<unk>")
 
 
-def test_different_tokenizers(monkeypatch):
+@pytest.mark.parametrize("policy", ["fixed", "auto"])
+def test_different_tokenizers(monkeypatch, policy):
     """Field case 50: equal to plain, one start token in the assistant's input, positions of its own length."""
     ours = letters("abcdefgh", bos=False, merged=("ab", "cd", "ef"))
     theirs = letters("hgfedcba", bos=True)
     target = tiny_llama(vocab=len(ours))
-    drafter = AssistantDrafter.from_model(tiny_llama(1, vocab=len(theirs)), policy="fixed")
+    drafter = AssistantDrafter.from_model(tiny_llama(1, vocab=len(theirs)), policy=policy)
     texts = []
     replace = AssistantSession.replace
     monkeypatch.setattr(AssistantSession, "replace", lambda self, new: (texts.extend(new), replace(self, new))[1])
@@ -153,3 +158,127 @@ def test_different_tokenizers(monkeypatch):
         both = dict(tokenizer=ours, assistant_tokenizer=theirs)
         assert torch.equal(target.generate(ids, assistant_model=drafter, **both, **GREEDY), plain)
     assert texts and all(text[0] == 1 and text.count(1) == 1 for text in texts)
+
+
+def renumbered(order: list[int]):
+    """The target whose token i is `order[i]` of tiny_llama."""
+    model = tiny_llama(vocab=len(order))
+    with torch.no_grad():
+        for weight in (model.get_input_embeddings().weight, model.get_output_embeddings().weight):
+            weight.copy_(weight[order].clone())
+    return model
+
+
+def test_an_assistant_with_other_ids_is_right_and_its_costs_are_kept():
+    alphabet = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
+    ours, theirs = letters(alphabet, bos=False), letters(alphabet[::-1], bos=False)
+    target = tiny_llama(vocab=len(ours))
+    assistant = renumbered(ours.convert_tokens_to_ids(theirs.convert_ids_to_tokens(range(len(theirs)))))
+    drafter = AssistantDrafter.from_model(assistant)
+    both = dict(tokenizer=ours, assistant_tokenizer=theirs)
+    ids = ours("hoPe37isfeathers", return_tensors="pt").input_ids
+    # Special tokens have no text.
+    settings = dict(do_sample=False, max_new_tokens=60, suppress_tokens=[0, 1])
+    plain = target.generate(ids, **settings)
+    between = drafter.between(ours, theirs)
+    assert between is drafter.between(ours, theirs) and between is not drafter.between(theirs, ours)
+    for policy in ("fixed", "auto"):
+        drafter.config.policy = policy
+        out = target.generate(ids, assistant_model=drafter, return_dict_in_generate=True, **both, **settings)
+        assert torch.equal(out.sequences, plain)
+        assert out.speculation.acceptance > 0.9
+    between = drafter.between(ours, theirs)
+    assert any(between in costs for costs in policies._measured.values())
+
+
+def test_what_stands_between_tokenizers_keeps_nobody_alive():
+    tokenizer = letters("abc", bos=False)
+    drafter = drafter_for()
+    between = drafter.between(tokenizer, tokenizer)
+    assert (between.is_sequential, between.is_free, between.config) == (True, False, drafter.config)
+    assert copy.deepcopy(between).tokenizer is not None
+    gone = weakref.ref(drafter)
+    del drafter
+    gc.collect()
+    assert gone() is None
+
+
+# The user's own model
+
+
+def with_lora(model):
+    wrapped = pytest.importorskip("peft").get_peft_model(model, lora())
+    with torch.no_grad():
+        for name, weight in wrapped.named_parameters():
+            if "lora_" in name:
+                weight.normal_(std=0.3, generator=torch.Generator().manual_seed(len(name)))
+    return wrapped
+
+
+def lora():
+    return pytest.importorskip("peft").LoraConfig(target_modules=["q_proj", "v_proj"], r=2)
+
+
+class Scale(torch.nn.Module):
+    """A part that transformers did not make and cannot have initialised."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.norm = inner, torch.nn.LayerNorm(32)
+        torch.nn.init.normal_(self.norm.weight)
+
+    def forward(self, x):
+        return self.norm(self.inner(x))
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("change", ["lora", "replaced"])
+def test_wrapping_leaves_the_users_model_alone(change, training):
+    model = tiny_llama()
+    if change == "lora":
+        model = with_lora(model)
+    else:
+        model.model.layers[0].mlp = Scale(model.model.layers[0].mlp)
+    model.train(training)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    AssistantDrafter.from_model(model)
+    assert not [name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])]
+    assert all(module.training is training for module in model.modules())
+
+
+@pytest.mark.parametrize("lengths", [[8], [5, 8, 11, 3]])
+def test_a_peft_copy_of_the_target_is_always_right(lengths):
+    target, drafter = with_lora(tiny_llama()), AssistantDrafter.from_model(with_lora(tiny_llama()), policy="fixed")
+    ids, mask = padded(lengths)
+    inputs = dict(input_ids=ids, attention_mask=mask, **GREEDY)
+    plain = target.generate(**inputs)
+    assert not torch.equal(plain, tiny_llama().generate(**inputs))
+    out = target.generate(**inputs, assistant_model=drafter, return_dict_in_generate=True)
+    assert torch.equal(out.sequences, plain)
+    assert out.speculation.acceptance == 1.0
+
+
+def test_prompt_learning_adapters_are_refused():
+    peft = pytest.importorskip("peft")
+    wrapped = peft.get_peft_model(tiny_llama(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    with pytest.raises(ValueError, match="use LoRA"):
+        AssistantDrafter.from_model(wrapped)
+
+
+def test_adapters_are_merged_before_saving(tmp_path):
+    wrapped = with_lora(tiny_llama())
+    with pytest.raises(ValueError, match="merge_and_unload"):
+        AssistantDrafter.from_model(wrapped).save_pretrained(tmp_path)
+    ids = torch.tensor([[3, 4, 5]])
+    want = wrapped(ids).logits
+    AssistantDrafter.from_model(wrapped.merge_and_unload()).save_pretrained(tmp_path)
+    torch.testing.assert_close(AutoDrafter.from_pretrained(tmp_path)(ids).logits, want)
+
+
+def test_tied_weights_are_saved_once_and_loaded_tied(tmp_path):
+    drafter = AssistantDrafter.from_model(tiny_llama(tie_word_embeddings=True))
+    drafter.save_pretrained(tmp_path)
+    loaded = AutoDrafter.from_pretrained(tmp_path)
+    assert loaded.model.lm_head.weight is loaded.model.model.embed_tokens.weight
+    ids = torch.tensor([[3, 4, 5]])
+    assert torch.equal(loaded(ids).logits, drafter(ids).logits)

@@ -12,9 +12,9 @@ from ...cache import RowCache, can_realign, record_past
 from ...draft import Commit, Context, Draft, Law
 from ...verification import argmax, sample
 from .. import register
-from ..base import Drafter, Session, TargetView
+from ..base import Drafter, Session, TargetView, base_module
 from .configuration_assistant import AssistantConfig
-from .translation import Translated
+from .translation import translated
 
 
 @register
@@ -37,20 +37,49 @@ class AssistantDrafter(Drafter):
 
     @classmethod
     def from_model(cls, model: PreTrainedModel, **fields) -> AssistantDrafter:
-        """Wrap a loaded causal LM, sharing its weights. `fields` are AssistantConfig's."""
+        """Wrap a loaded causal LM, sharing its weights; its mode stays as it is. `fields` are AssistantConfig's.
+
+        A PEFT model is taken with its layers in place. Raises ValueError for what is no decoder-only language model.
+        """
+        if hasattr(model, "get_base_model"):
+            if getattr(model.active_peft_config, "is_prompt_learning", False):
+                raise ValueError("prompt-learning adapters act outside the assistant's layers; use LoRA instead")
+            model = model.get_base_model()
         if model.config.is_encoder_decoder or not model.can_generate():
             raise ValueError(f"{type(model).__name__} is no decoder-only language model")
         drafter = cls.__new__(cls)
         PreTrainedModel.__init__(drafter, AssistantConfig(assistant_config=model.config, **fields))
         drafter.model = model
         drafter.post_init()
-        return drafter.eval()
+        drafter.training = model.training
+        return drafter
+
+    def init_weights(self) -> None:
+        """Nothing: the model was initialised and tied when it was made, and a loaded one must stay as it is."""
 
     def _init_weights(self, module) -> None:
         self.model._init_weights(module)
 
+    def save_pretrained(self, *args, **kwargs) -> None:
+        """As PreTrainedModel.save_pretrained. Raises ValueError while the assistant carries adapters."""
+        if any(base_module(module) is not module for module in self.model.modules()):
+            raise ValueError(
+                "the assistant's adapters would not load again as part of a drafter; merge them first "
+                "(peft_model.merge_and_unload()), then make and save the drafter"
+            )
+        super().save_pretrained(*args, **kwargs)
+
     def check(self, view: TargetView) -> None:
         super().check(view)
+        self.check_drafting()
+
+    def check_drafting(self) -> None:
+        """Raise ValueError for what no target can help."""
+        if self.config.tree_nodes:
+            raise ValueError(
+                f"tree_nodes is {self.config.tree_nodes}, but an assistant drafts chains only; leave it at 0 and set "
+                "num_assistant_tokens"
+            )
         if not can_realign(DynamicCache(config=self.config.assistant_config.get_text_config(decoder=True))):
             raise ValueError(
                 f"the assistant ({self.config.assistant_config.model_type}) keeps a state that cannot be cut back; use "
@@ -60,7 +89,7 @@ class AssistantDrafter(Drafter):
     def between(self, tokenizer, assistant_tokenizer) -> Drafter:
         if tokenizer is None or not hasattr(assistant_tokenizer, "decode"):
             return self
-        return Translated(self, tokenizer, assistant_tokenizer)
+        return translated(self, tokenizer, assistant_tokenizer)
 
     def forward(self, *args, **kwargs):
         """The assistant's own forward."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,28 +15,47 @@ if TYPE_CHECKING:
 
 
 class Translated:
-    """The drafter of one call, between the target's tokenizer and the assistant's."""
+    """An assistant between the target's tokenizer and its own. What is not said here is as the assistant has it.
 
-    feature_layers = ()
+    It refers to the assistant weakly: it is kept with it, and must not keep it alive.
+    """
 
     def __init__(self, drafter: AssistantDrafter, tokenizer: Any, assistant_tokenizer: Any):
-        self.drafter, self.tokenizer, self.assistant_tokenizer = drafter, tokenizer, assistant_tokenizer
-        self.config, self.device = drafter.config, drafter.device
+        self._drafter = weakref.ref(drafter)
+        self.tokenizer, self.assistant_tokenizer = tokenizer, assistant_tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._drafter(), name)
 
     def check(self, view: TargetView) -> None:
-        """Vocabularies may differ here; whether the assistant's cache can be cut is asked when it starts."""
+        """Raise ValueError when the assistant cannot draft; vocabularies may differ here."""
+        self.check_drafting()
 
     def start(self, view: TargetView, batch: int) -> TranslatedSession:
-        return TranslatedSession(self, view, batch)
+        return TranslatedSession(self, self._drafter().start(view, batch))
+
+
+_latest: weakref.WeakKeyDictionary[AssistantDrafter, Translated] = weakref.WeakKeyDictionary()
+
+
+def translated(drafter: AssistantDrafter, tokenizer: Any, assistant_tokenizer: Any) -> Translated:
+    """The assistant between these tokenizers: the same object as in its last call if they are the same, so that costs
+    measured for it are known and its session can go on."""
+    found = _latest.get(drafter)
+    if found is None or found.tokenizer is not tokenizer or found.assistant_tokenizer is not assistant_tokenizer:
+        found = _latest[drafter] = Translated(drafter, tokenizer, assistant_tokenizer)
+    return found
 
 
 class TranslatedSession(Session):
     """Keeps each row's text in both token languages. Drafts are point drafts: text has no law over target tokens."""
 
-    def __init__(self, drafter: Translated, view: TargetView, batch: int):
+    def __init__(self, drafter: Translated, inner: AssistantSession):
         self.drafter = drafter
-        self.ids: list[list[int]] = [[] for _ in range(batch)]
-        self.inner: AssistantSession = drafter.drafter.start(view, batch)
+        self.ids: list[list[int]] = [[] for _ in inner.texts]
+        self.inner = inner
         self.inner.vocab_size = self.inner.own_vocab
 
     def observe(self, commit: Commit) -> None:
