@@ -76,6 +76,7 @@ class _Call:
         self.clock = Clock(self.device)
         self.active = list(range(batch))
         self.stats = Speculation([0] * batch, [0] * batch)
+        self.passes: list[list[int]] = [[] for _ in range(batch)]  # tokens that each pass committed, by row
 
     # ---- the steps ----
 
@@ -133,7 +134,7 @@ class _Call:
         sequences = self.rows.sequences()
         if self.rows.streamer is not None:
             self.rows.streamer.end()
-        self.stats.tokens = [len(new) for new in self.rows.new]
+        self.stats.settle([len(new) for new in self.rows.new], self.passes)
         if self.handed_back:
             longest = max(self.stats.tokens)
             columns = self.context_columns + longest - 1
@@ -161,7 +162,7 @@ class _Call:
         room = [0 if done[row] else self.rows.remaining(row) - 1 for row in rows]
         columns = self.target.rows.room()
         if columns is not None:
-            room = [min(r, columns - 1) for r in room]
+            room = [max(0, min(r, columns - 1)) for r in room]
         lengths = [min(w, r) for w, r in zip(self.policy.before(rows), room)]
         if not any(lengths):
             self.stats.paused_rounds += any(room)
@@ -170,12 +171,14 @@ class _Call:
         with self.clock("draft"):
             draft = self.session.propose(context)
         draft = _checked(draft, context)
-        self.stats.drafted += int(draft.valid.sum())
+        nodes = int(draft.valid.sum())
+        self.stats.drafted += nodes
         draft = self.policy.cut(draft, [length > 0 for length in room])
-        self.stats.paused_rounds += not draft.shape[1]
-        if draft.is_chain:
-            return draft, draft.valid.sum(1).tolist()
-        return draft, torch.where(draft.valid, draft.depth, 0).amax(1).tolist()
+        self.stats.paused_rounds += nodes > 0 and not draft.shape[1]
+        counts = draft.valid.sum(1).tolist()
+        offered = counts if draft.is_chain else torch.where(draft.valid, draft.depth, 0).amax(1).tolist()
+        self.stats.offer(offered, sum(counts))
+        return draft, offered
 
     def _context(self, lengths: list[int]) -> Context:
         nodes = max(lengths)
@@ -221,11 +224,7 @@ class _Call:
             committed.append(taken)
             self.kept.append(where[: len(taken)])
             if outputs is not None:
-                self.stats.rounds[row] += 1
-                valid = draft.valid[b]
-                if valid.any():
-                    self.stats.count(draft.depth[b][valid].tolist(), len(taken) - 1)
-        self.anchor = torch.tensor([self.rows.new[row][-1] for row in self.active], device=self.device)
+                self.passes[row].append(len(taken))
         return committed
 
     def _rows_to_keep(self) -> list[int] | None:

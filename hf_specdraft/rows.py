@@ -46,12 +46,11 @@ class Stops:
         return any(self._ask(criterion, row, prefix(), scores) for criterion in self.others)
 
     def _ask(self, criterion: Callable, row: int, ids: Tensor, scores: Callable) -> bool:
-        if self.batch == 1 or type(criterion) is StopStringCriteria:
-            answer = criterion(ids[None], scores())
-            return bool(answer if isinstance(answer, bool) else answer.view(-1)[0])
         # A user's criterion may look up its row by number: show it the row in its place.
-        answer = criterion(ids.expand(self.batch, -1), scores())
-        return bool(answer if isinstance(answer, bool) else answer.view(-1)[row])
+        one = self.batch == 1 or type(criterion) is StopStringCriteria
+        answer = criterion(ids[None] if one else ids.expand(self.batch, -1), scores())
+        # Plain generate broadcasts it: one answer may stand for all rows.
+        return bool(torch.as_tensor(answer).reshape(-1).expand(self.batch)[row])
 
 
 class Rows:
@@ -66,7 +65,12 @@ class Rows:
         self.new: list[list[int]] = [[] for _ in range(self.batch)]
         self.done = [False] * self.batch
         self.records: list[list[dict]] = [[] for _ in range(self.batch)]
+        # The last new token that can still be returned.
+        self._last = 2**31 if self.stops.max_length is None else self.stops.max_length - self.prompt_length
+        # Whether a row ends where it stops; otherwise all run on until the last one stops.
+        self._stops_alone = self.stops.pads or self.batch == 1
         self._stopped_at: list[int | None] = [None] * self.batch
+        self._going = self.batch
         self._ids = input_ids
         self._written = [0] * self.batch
         self._streamed = 0
@@ -82,7 +86,7 @@ class Rows:
 
     def remaining(self, row: int) -> int:
         """New tokens the row may still get, a large number when nothing limits it."""
-        return 2**31 if self.stops.max_length is None else max(0, self.stops.max_length - self.length(row))
+        return max(0, self._last - len(self.new[row]))
 
     def prefix(self, row: int, ahead: list[int] = ()) -> Tensor:
         """[l] ids of the row, followed by `ahead`."""
@@ -101,7 +105,11 @@ class Rows:
         return self._ids[row, :need]
 
     def ends(self, row: int, ahead: list[int], scores: Callable[[], tuple | None]) -> bool:
-        """Whether the row would stop at the last of `ahead`. Every criterion is asked once about every prefix."""
+        """Whether the row would be over at the last of `ahead`: it does not run on until other rows stop."""
+        return self._stops_alone and self._asked(row, ahead, scores)
+
+    def _asked(self, row: int, ahead: list[int], scores: Callable[[], tuple | None]) -> bool:
+        """Whether a criterion stops the row at the last of `ahead`. Each is asked once about every prefix."""
         count = len(self.new[row]) + len(ahead)
         if (row, count) not in self._answers:
             self._answers[row, count] = self.stops(
@@ -114,52 +122,48 @@ class Rows:
         taken = []
         for token in tokens:
             count = len(self.new[row]) + 1
-            stop = self._stopped_at[row] is None and self.ends(row, [token], partial(self.scores, row, count))
+            stop = self._stopped_at[row] is None and self._asked(row, [token], partial(self.scores, row, count))
             self.new[row].append(token)
             taken.append(token)
             if stop:
-                self._stopped_at[row] = len(self.new[row])
-                self.done[row] = self.stops.pads or self.batch == 1
-            if self.remaining(row) == 0:
+                self._stopped_at[row] = count
+                self._going -= 1
+                if not self._stops_alone and not self._going:
+                    self._cut(max(self._stopped_at))
+            if self.remaining(row) == 0 or stop and self._stops_alone:
                 self.done[row] = True
-            if self.done[row] or self._reached_last_stop(row):
                 break
         self._answers.clear()
         return taken
 
-    def _reached_last_stop(self, row: int) -> bool:
-        """Without end tokens no row is padded: all run on to where the last one stops."""
-        if self.stops.pads or None in self._stopped_at:
-            return False
-        last = max(self._stopped_at)
-        for b in range(self.batch):
-            self.done[b] = len(self.new[b]) >= last
-        return self.done[row]
+    def _cut(self, last: int) -> None:
+        """Return no more than `last` new tokens: forget what rows and records hold beyond, end rows that have them."""
+        self._last = last
+        for part in (*self.new, *self.records):
+            del part[last:]
+        self.done = [len(new) >= last for new in self.new]
 
     def check_clock(self) -> None:
         """End every row when the request's time is up; called once a round."""
         if self.stops.clocks and self.stops.out_of_time(self.prompt):
             if not self.stops.pads:
-                shortest = min(len(new) for new in self.new)
-                self.new = [new[:shortest] for new in self.new]
+                self._cut(min(map(len, self.new)))
             self.done = [True] * self.batch
 
     def stream(self) -> None:
-        """Hand on single ids, in step for all rows: a step goes out when every row has it or has ended."""
+        """Hand on single ids, in step for all rows: a step goes out when every row has it or has ended. Rows that have
+        stopped and run on do not make a step certain; a later stop or a row that has not stopped does."""
         if self.streamer is None:
             return
-        while any(self._streamed < len(new) for new in self.new) and all(
-            self._streamed < len(new) or done for new, done in zip(self.new, self.done)
-        ):
+        certain = min(self._last, max(stop or len(new) for stop, new in zip(self._stopped_at, self.new)))
+        complete = min((len(new) for new, done in zip(self.new, self.done) if not done), default=certain)
+        while self._streamed < min(certain, complete):
             step = [new[self._streamed] if self._streamed < len(new) else self.pad_token_id for new in self.new]
             self.streamer.put(torch.tensor(step))
             self._streamed += 1
 
     def sequences(self) -> Tensor:
         """[B, l] what generate returns: prompts and new tokens, padded on the right."""
-        if not self.stops.pads and None not in self._stopped_at:
-            last = max(self._stopped_at)
-            self.new = [new[:last] for new in self.new]
         width = max(len(new) for new in self.new)
         new = torch.tensor([n + [self.pad_token_id] * (width - len(n)) for n in self.new], dtype=torch.long)
         return torch.cat([self.prompt, new.to(self.prompt.device)], dim=-1)

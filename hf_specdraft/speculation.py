@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,11 +15,11 @@ import torch
 class Speculation:
     """Statistics of one call, on the returned output as `.speculation`.
 
-    tokens: new tokens per row. rounds: target passes per row after the prefill, while the row was unfinished.
+    tokens: new tokens per row. rounds: target passes per row after the prefill that gave it some of those.
     offered_by_depth / accepted_by_depth: drafted nodes verified at each depth (index 0 = first drafted token; a tree
         counts once per row and depth) and those accepted.
     drafted / verified / accepted: nodes proposed, nodes scored by the target, nodes committed.
-    paused_rounds: rounds in which the policy asked for no draft although there was room.
+    paused_rounds: rounds in which the policy asked for no draft, or kept nothing of one, although there was room.
     seconds: "target", "draft", "verify", "commit" and "total" wall-clock seconds of the call.
     """
 
@@ -48,17 +49,35 @@ class Speculation:
         """Seconds outside target and drafter: verification, re-alignment, stopping, streaming."""
         return self.seconds["total"] - self.seconds["target"] - self.seconds["draft"]
 
-    def count(self, depths: list[int], path_length: int) -> None:
-        """Add one row's round: the depths of its verified nodes and how many levels were accepted."""
-        deepest = max(depths, default=0)
-        for counts in (self.offered_by_depth, self.accepted_by_depth):
-            counts.extend([0] * (deepest - len(counts)))
-        for depth in range(deepest):
-            self.offered_by_depth[depth] += 1
-        for depth in range(path_length):
-            self.accepted_by_depth[depth] += 1
-        self.verified += len(depths)
-        self.accepted += path_length
+    def offer(self, depths: list[int], nodes: int) -> None:
+        """Add one round's draft: how deep each row's goes, and its nodes in all rows."""
+        self.verified += nodes
+        _add_levels(self.offered_by_depth, depths)
+
+    def settle(self, tokens: list[int], passes: list[list[int]]) -> None:
+        """Set what each row got, given its new tokens and how many each of its passes committed. Those beyond `tokens`
+        were taken back, because all rows end where the last one stops or time runs out."""
+        self.tokens = tokens
+        paths = []
+        for row, committed in enumerate(passes):
+            left = tokens[row] - 1  # the first token is the prefill's
+            for count in committed:
+                if left <= 0:
+                    break
+                self.rounds[row] += 1
+                paths.append(min(count, left) - 1)
+                left -= count
+        self.accepted = sum(paths)
+        self.accepted_by_depth = [0] * len(self.offered_by_depth)
+        _add_levels(self.accepted_by_depth, paths)
+
+
+def _add_levels(counts: list[int], depths: list[int]) -> None:
+    """Add one to each of the first `depth` counts, for every depth."""
+    for depth, times in Counter(depths).items():
+        counts.extend([0] * (depth - len(counts)))
+        for level in range(depth):
+            counts[level] += times
 
 
 class Clock:

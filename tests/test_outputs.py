@@ -10,7 +10,7 @@ import targets
 import torch
 from conftest import ScriptedDrafter, adversary, mixed, oracle, tiny_llama
 from scripted import FREE, Recording, byte_tokenizer, new_tokens, prompts, scripted, scripts
-from transformers import TextIteratorStreamer
+from transformers import StoppingCriteria, TextIteratorStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 K = 4
@@ -39,11 +39,11 @@ EVERYTHING = {
 }
 
 
-def compare(out, plain, lengths):
+def compare(out, plain, lengths, names=("scores", "logits", "hidden_states", "attentions")):
     """Every entry of every record has plain's shape, and plain's values in the rows that are still unfinished there."""
     assert torch.equal(out.sequences, plain.sequences)
     steps = len(plain.scores)
-    for name in ("scores", "logits", "hidden_states", "attentions"):
+    for name in names:
         mine, theirs = getattr(out, name), getattr(plain, name)
         assert isinstance(mine, tuple) and len(mine) == len(theirs) == steps, name
         for step in range(steps):
@@ -109,6 +109,74 @@ def test_records_under_sampling_are_those_of_the_returned_tokens(target):
         torch.testing.assert_close(out.logits[t], logits[:, width + t - 1], atol=1e-4, rtol=1e-4)
         assert (out.scores[t].isfinite().sum(-1) == 5).all()
         assert out.scores[t].gather(1, out.sequences[:, width + t, None]).isfinite().all()
+
+
+class LastIs(StoppingCriteria):
+    """Each row stops at its own token."""
+
+    def __init__(self, tokens: list[int]):
+        self.tokens = torch.tensor(tokens)
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return input_ids[:, -1] == self.tokens
+
+
+@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+@pytest.mark.parametrize("slow", [0, 1, 2])
+@pytest.mark.parametrize("stops", [(7, 3, 2), (3, 11, 5), (2, 2, 9)], ids=str)
+@pytest.mark.parametrize("processors", [{}, {"repetition_penalty": 1.3}], ids=["bare", "penalty"])
+def test_rows_that_run_on_until_the_last_one_stops(target, tree, slow, stops, processors):
+    """Without end tokens: what rows ahead of the last stop were given beyond it is nowhere to be seen."""
+    inputs = prompts(3)
+    ways = [oracle(K)] * 3
+    ways[slow] = adversary
+    drafter = scripted(target, 3, ways, tree=tree, penalty=processors.get("repetition_penalty", 1.0))
+    free = [row[-FREE:] for row in drafter.answers]
+    tokens = [row[stop - 1] for row, stop in zip(free, stops)]
+    last = max(row.index(token) + 1 for row, token in zip(free, tokens))
+    settings = dict(max_new_tokens=30, do_sample=False, stopping_criteria=[LastIs(tokens)], **processors, **EVERYTHING)
+    settings["output_attentions"] = False
+    plain = target.generate(**inputs, **settings)
+    streamer = Recording()
+    out = target.generate(**inputs, assistant_model=drafter, streamer=streamer, **settings)
+    assert new_tokens(out.sequences, inputs) == [row[:last] for row in free]
+    compare(out, plain, [last] * 3, ("scores", "logits", "hidden_states"))
+    assert torch.equal(torch.tensor(streamer.puts[1:]).T, out.sequences[:, inputs["input_ids"].shape[1] :])
+    gained = out.speculation
+    assert gained.tokens == [last] * 3
+    assert sum(last - 1 - r for r in gained.rounds) == gained.accepted == sum(gained.accepted_by_depth)
+
+
+@pytest.mark.parametrize("end", [None, 0], ids=["no-end-token", "with-end-token"])
+def test_records_when_time_is_up(target, end, monkeypatch):
+    inputs = prompts(3)
+    drafter = scripted(target, 3, [oracle(K), adversary, mixed(K)])
+    seconds = [0.0]
+    monkeypatch.setattr("transformers.generation.stopping_criteria.time.time", lambda: seconds[0])
+    hook = target.register_forward_hook(lambda *args: seconds.__setitem__(0, seconds[0] + 1))
+    try:
+        out = target.generate(
+            **inputs,
+            assistant_model=drafter,
+            max_time=2.5,
+            max_new_tokens=FREE,
+            do_sample=False,
+            eos_token_id=end,
+            **EVERYTHING | {"output_attentions": False},
+        )
+    finally:
+        hook.remove()
+    tokens = [3, 3, 3] if end is None else [1 + 2 * (K + 1), 3, 4]  # prefill and two rounds
+    assert out.speculation.tokens == tokens
+    assert out.speculation.accepted == sum(tokens) - 3 - sum(out.speculation.rounds)
+    assert out.sequences.shape[1] - inputs["input_ids"].shape[1] == max(tokens)
+    plain = target.generate(
+        **inputs, max_new_tokens=max(tokens), do_sample=False, **EVERYTHING | {"output_attentions": False}
+    )
+    for row, count in enumerate(tokens):
+        assert new_tokens(out.sequences, inputs)[row][:count] == new_tokens(plain.sequences, inputs)[row][:count]
+    for name in ("scores", "logits", "hidden_states"):
+        assert len(getattr(out, name)) == max(tokens)
 
 
 # types and counts -----------------------------------------------------------------------------------------------------

@@ -196,6 +196,22 @@ def test_custom_criterion_in_a_batch(target, script, tree, end):
     assert 8 < out.shape[1] - inputs["input_ids"].shape[1] < 30
 
 
+@pytest.mark.parametrize("shape", [(), (1,)], ids=str)
+@pytest.mark.parametrize("end", [None, 63], ids=["alone", "with-end-token"])
+def test_one_answer_for_all_rows(target, shape, end):
+    """Plain generate broadcasts it."""
+
+    def rule(input_ids, scores, **kwargs):
+        return torch.full(shape, input_ids.shape[1] >= 11 + 9)
+
+    inputs = prompts(3)
+    settings = {"max_new_tokens": 30, "do_sample": False, "stopping_criteria": [rule], "eos_token_id": end}
+    expected = target.generate(**inputs, **settings)
+    drafter = scripted(target, 3, [oracle(K), mixed(K)], K)
+    assert torch.equal(target.generate(**inputs, assistant_model=drafter, **settings), expected)
+    assert expected.shape[1] == 11 + 9
+
+
 class LowScore(StoppingCriteria):
     """Stops where the best score of the latest step is low."""
 
