@@ -49,7 +49,7 @@ class TargetPass:
         cache = self.kwargs.get("cache")
         refuse_uncuttable(cache)
         if len(input_ids) > 1:
-            make_room(cache, self.config.max_length - 1, width)
+            make_room(cache, self.config.max_length - 1 + _unnamed(input_ids, self.kwargs), width)
         outputs = self.model._prefill(input_ids, self.config, self.kwargs)
         self.kwargs = dict(self.kwargs)
         refuse_uncuttable(outputs.get("cache"))
@@ -161,11 +161,19 @@ def _refuse_unready(model: PreTrainedModel, config: GenerationConfig, kwargs: di
     text = model.config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
     limit = getattr(text, "original_max_position_embeddings", None) or rope.get("original_max_position_embeddings")
-    if rope.get("rope_type") == "longrope" and limit and input_ids.shape[1] <= limit < (config.max_length or 0):
+    unnamed = _unnamed(input_ids, kwargs)
+    longest = (config.max_length or 0) + unnamed
+    if rope.get("rope_type") == "longrope" and limit and input_ids.shape[1] + unnamed <= limit < longest:
         raise ValueError(
             f"the target changes its rotary factors at {limit} tokens and recomputes its cache there; keep max_length "
-            f"(now {config.max_length}) at or below {limit}, or generate without assistant_model"
+            f"(now {longest}) at or below {limit}, or generate without assistant_model"
         )
+
+
+def _unnamed(input_ids: Tensor, kwargs: dict) -> int:
+    """Columns of a prompt given as embeddings that have no ids; `max_length` does not count them."""
+    embeds = kwargs.get("inputs_embeds")
+    return 0 if embeds is None else embeds.shape[1] - input_ids.shape[1]
 
 
 # ---- trees -------------------------------------------------------------------------------------------------------

@@ -208,6 +208,31 @@ def test_inputs_embeds(batch, together, script):
         assert out.speculation.rounds == [math.ceil((NEW - 1) / 5)]
 
 
+@every_script
+@chain_or_tree
+@pytest.mark.parametrize("together", [False, True], ids=["alone", "with-ids"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_inputs_embeds_in_a_static_cache(batch, together, tree, script):
+    """Its size counts the embedded prompt, whose ids nobody knows, and is never exceeded."""
+    model = tiny_llama()
+    inputs = {k: v[-batch:] for k, v in BATCH.items()}
+    given = dict(
+        inputs_embeds=model.get_input_embeddings()(inputs["input_ids"]), attention_mask=inputs["attention_mask"]
+    )
+    if together:
+        given["input_ids"] = inputs["input_ids"]
+    settings = dict(GREEDY, cache_implementation="static")
+    plain = model.generate(**given, **settings)
+    answers = unpadded(inputs, plain) if together else plain.tolist()
+    drafter = ScriptedDrafter(answers, [script, mixed(3)], 4, tree)
+    # A static cache is as long as the longest one its target ever had.
+    del model._previous_max_cache_length
+    out = model.generate(**given, **settings, assistant_model=drafter, return_dict_in_generate=True)
+    assert torch.equal(out.sequences, plain)
+    held, width = out.cache.layers[0].max_cache_len, 1 + max(4, drafter.config.tree_nodes)
+    assert held == 8 + NEW - 1 + (width if batch > 1 else 0)
+
+
 @pytest.mark.parametrize("together", [False, True], ids=["alone", "with-ids"])
 def test_inputs_embeds_with_features(together):
     """A drafter that reads hidden states gets the prompt's, though its token ids are unknown."""
