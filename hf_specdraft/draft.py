@@ -10,7 +10,7 @@ waiting for a device; tokens and laws live where the drafter made them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -37,6 +37,17 @@ class Law:
     ids: Tensor | None
     rows: Tensor
     replacement: bool = True
+
+    def checked(self) -> Law:
+        """This law, with zeros for nodes whose probabilities are not finite or do not sum to about 1.
+
+        Under every rule a node of no law is rejected whatever its token is, and the target's own law decides: exact
+        without knowing how the token came about, and without waiting for a device.
+        """
+        broken = ~((self.probs.sum(-1) - 1).abs() < 0.01)  # true for NaN, too
+        if broken.device.type == "cpu" and not broken.any():
+            return self
+        return replace(self, probs=self.probs.masked_fill(broken[..., None], 0))
 
     def at(self, index: Tensor, vocab_size: int) -> Tensor:
         """Dense law [B, V] of node `index` [B] of each row."""

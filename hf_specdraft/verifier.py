@@ -40,6 +40,8 @@ class Verifier:
 
     def __call__(self, draft: Draft, logits: Tensor, active: list[int]) -> Verdict:
         """Judge a draft by logits [B, 1+N, V]; `active` are the request's rows in the pass."""
+        if draft.law is not None:
+            draft.law = draft.law.checked()
         batch, nodes = draft.shape
         vocab = logits.shape[-1]
         draw = self._noise(draft, active).to(logits.device)

@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 from conftest import tiny_llama
+from scipy.stats import chi2_contingency
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModel, MistralConfig, MistralForCausalLM, PreTrainedTokenizerFast
 
@@ -101,6 +102,15 @@ def test_threshold_given_to_generate_acts():
         ids, assistant_model=drafter, return_dict_in_generate=True, **GREEDY, **kwargs
     )
     assert run(assistant_confidence_threshold=0.9999).speculation.drafted < run().speculation.drafted
+
+
+@pytest.mark.parametrize("nodes, rounds", [(3, 6), (9, 4)])
+def test_a_chain_has_no_more_tokens_than_a_tree_would_have_nodes(nodes, rounds):
+    target, ids = tiny_llama(), padded([8])[0]
+    drafter = AssistantDrafter.from_model(tiny_llama(), policy="fixed", tree_nodes=nodes)
+    out = target.generate(ids, assistant_model=drafter, return_dict_in_generate=True, **GREEDY)
+    assert torch.equal(out.sequences, target.generate(ids, **GREEDY))
+    assert out.speculation.rounds == [rounds]
 
 
 @pytest.mark.parametrize("target_vocab, own_vocab", [(80, 64), (64, 80)])
@@ -201,6 +211,49 @@ def test_what_stands_between_tokenizers_keeps_nobody_alive():
     del drafter
     gc.collect()
     assert gone() is None
+
+
+# What is no law
+
+
+def emissions(drafter, rows=1500, **settings):
+    """[rows, 3] sampled tokens, and the target's plain ones."""
+    ids = torch.tensor([[1, 4, 2, 5]])
+    settings = dict(do_sample=True, max_new_tokens=4, num_return_sequences=rows, temperature=4.0, top_k=0, **settings)
+    target = tiny_llama(vocab=8)
+    for assistant in (None, drafter):
+        torch.manual_seed(11)
+        yield target.generate(ids, assistant_model=assistant, **settings)[:, 4:7]
+
+
+def assert_same_law(ours, plain, vocab=8):
+    """Chi-square of the first three tokens, each by itself."""
+    for column in range(3):
+        table = torch.stack([tokens[:, column].bincount(minlength=vocab) for tokens in (ours, plain)])
+        assert chi2_contingency(table[:, table.sum(0) > 0].numpy()).pvalue > 1e-4
+
+
+RULES = [dict(verification="block"), dict(verification="token"), dict(confidence_threshold=0.3)]
+REQUESTS = [{}, dict(repetition_penalty=1.2)]  # the second goes along the accepted path
+
+
+@pytest.mark.parametrize("request_", REQUESTS)
+@pytest.mark.parametrize("fields", RULES)
+def test_an_assistant_that_says_nan_changes_no_law(fields, request_):
+    drafter = AssistantDrafter.from_model(tiny_llama(1, vocab=8), policy="fixed", **fields)
+    with torch.no_grad():
+        drafter.model.lm_head.weight[3] = torch.nan
+    plain, ours = emissions(drafter, **request_)
+    assert_same_law(ours, plain)
+
+
+@pytest.mark.parametrize("request_", REQUESTS)
+@pytest.mark.parametrize("fields", RULES)
+def test_a_vocabulary_that_is_forbidden_altogether_changes_no_law(fields, request_):
+    drafter = AssistantDrafter.from_model(tiny_llama(1, vocab=4), policy="fixed", **fields)
+    plain, ours = emissions(drafter, suppress_tokens=[0, 1, 2, 3], **request_)
+    assert ours.min() >= 4
+    assert_same_law(ours, plain)
 
 
 # The user's own model

@@ -245,10 +245,6 @@ CASES = {
     "scoring": (lambda folder: NgramConfig(scoring="best"), ("scoring", "'blend' or 'suffix'", "'best'")),
     "probability": (lambda folder: NgramConfig(min_prob=1.5), ("min_prob is a probability", "1.5")),
     "assistant without a model": (lambda folder: AssistantDrafter(AssistantConfig()), ("from_model",)),
-    "assistant with a tree": (
-        asked(drafter=AssistantDrafter(AssistantConfig.tiny(tree_nodes=3))),
-        ("tree_nodes is 3", "chains only", "leave it at 0"),
-    ),
     "encoder-decoder assistant": (
         lambda folder: AssistantDrafter.from_model(
             T5ForConditionalGeneration(T5Config(vocab_size=64, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2))

@@ -420,6 +420,21 @@ def test_equal_laws_accept_everything():
         assert (verdict.length == 4).all()
 
 
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), 0.0, 0.5])
+def test_a_node_of_no_law_is_rejected_and_p_emitted(wrong):
+    generator = torch.Generator().manual_seed(0)
+    p = torch.randn(500, 4, 20, generator=generator).softmax(-1)
+    tokens = rules.sample(p[:, :-1], torch.rand(500, 3, generator=generator))
+    draft = chain_of(tokens, p[:, :-1].clone())
+    assert draft.law.checked() is draft.law
+    draft.law.probs[::2, 1] *= wrong
+    draft.law = draft.law.checked()
+    emit = torch.rand(500, generator=generator)
+    for verdict in both(p, draft, torch.rand(500, 3, generator=generator), emit):
+        assert (verdict.length[::2] == 1).all() and (verdict.length[1::2] == 3).all()
+        assert torch.equal(verdict.next_token[::2], rules.sample(p[::2, 1], emit[::2]))
+
+
 @pytest.mark.parametrize("accept", [0.0, 0.5, LAST])
 def test_disjoint_supports_accept_nothing_and_emit_p(accept):
     p = torch.tensor([0.25, 0.75, 0, 0]).expand(100, 3, 4)

@@ -74,12 +74,7 @@ class AssistantDrafter(Drafter):
         self.check_drafting()
 
     def check_drafting(self) -> None:
-        """Raise ValueError for what no target can help."""
-        if self.config.tree_nodes:
-            raise ValueError(
-                f"tree_nodes is {self.config.tree_nodes}, but an assistant drafts chains only; leave it at 0 and set "
-                "num_assistant_tokens"
-            )
+        """Raise ValueError when the assistant's cache cannot be cut back, whatever the target."""
         if not can_realign(DynamicCache(config=self.config.assistant_config.get_text_config(decoder=True))):
             raise ValueError(
                 f"the assistant ({self.config.assistant_config.model_type}) keeps a state that cannot be cut back; use "
@@ -153,13 +148,16 @@ class AssistantSession(Session):
     def propose(self, context: Context) -> Draft:
         self._forget_pending()
         logits = self._catch_up(context.anchor.device)
-        lengths, depth = list(context.lengths), max(context.lengths)
+        # A chain, where a tree is wanted too: it has no more tokens than nodes are allowed.
+        lengths = [min(length, context.nodes) for length in context.lengths]
+        depth = max(lengths)
         threshold = context.confidence_threshold or self.drafter.config.confidence_threshold
         drawn = context.do_sample and self.drafter.config.draft_sampling
         tokens, laws, confidence = [], [], []
         for step in range(depth):
             logits = logits[:, : self.vocab_size].float()
             if drawn:
+                # Warpers may leave nothing of a vocabulary, or the assistant say NaN: then this is no law, and token 0.
                 law = context.warp(logits).softmax(-1)
                 token = sample(law, torch.rand(len(law), device=law.device))
                 laws.append(law)
@@ -169,7 +167,7 @@ class AssistantSession(Session):
             tokens.append(token)
             if threshold:
                 # Stop AFTER an unsure token: it stays in the draft, so nothing is chosen by what was drawn.
-                sure = law.gather(1, token[:, None])[:, 0]
+                sure = law.gather(1, token[:, None])[:, 0].nan_to_num(0)
                 confidence.append(sure)
                 unsure = (sure < threshold).tolist()
                 lengths = [min(n, step + 1) if u else n for n, u in zip(lengths, unsure)]
