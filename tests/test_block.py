@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from scipy.stats import chi2_contingency
 from transformers import AutoConfig, AutoModel, LlamaConfig, LlamaForCausalLM
 
 from hf_specdraft.draft import Commit, Context, Features
@@ -128,6 +129,63 @@ def test_a_second_turn_starts_at_its_own_position(view):
         torch.testing.assert_close(got[b], want, atol=1e-4, rtol=0)
     moved = logits_alone(drafter, view, 0, 3, 26, 19)
     assert (got[0] - moved).abs().max() > 1e-3  # one more position of context is another law
+
+
+def test_features_that_come_again_are_known_already(view):
+    """A target cache that the user cut back makes the prefill read again what the session has heard of."""
+    drafter = make_drafter()
+    once, again = drafter.start(view, 3), drafter.start(view, 3)
+    for session in (once, again):
+        session.observe(commit([(0, 0, 9), (1, 2, 6), (2, 0, 3)]))
+        session.propose(context([1, 2, 3], [9, 6, 3]))
+        session.observe(commit([(0, 9, 10), (1, 6, 8), (2, 0, 0)]))  # waits for the next draft
+    once.observe(commit([(0, 10, 12), (1, 0, 0), (2, 3, 7)]))
+    again.observe(commit([(0, 4, 12), (1, 5, 8), (2, 3, 7)]))
+    once.keep([2, 0]), again.keep([2, 0])
+    for session in (once, again):
+        session.observe(commit([(2, 7, 8), (0, 12, 13)] if session is once else [(2, 0, 8), (0, 11, 13)]))
+    ours, theirs = (session.propose(context([3, 1], [8, 13])).evidence.logits for session in (again, once))
+    assert again.cache.counts == once.cache.counts == [8, 13]
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+    for b, (row, anchor, reach) in enumerate([(2, 3, 8), (0, 1, 13)]):
+        torch.testing.assert_close(ours[b], logits_alone(drafter, view, row, anchor, reach), atol=1e-4, rtol=0)
+
+
+def test_a_session_of_an_inference_mode_call_goes_on_outside(view):
+    drafter = make_drafter()
+    session = drafter.start(view, 1)
+    with torch.inference_mode():
+        session.observe(commit([(0, 0, 6)]))
+        session.propose(context([1], [6]))
+    for reach in (7, 8):  # the second time, the tensors are ordinary ones
+        session.observe(commit([(0, reach - 1, reach)]))
+        got = session.propose(context([1], [reach])).evidence.logits
+        torch.testing.assert_close(got[0], logits_alone(drafter, view, 0, 1, reach), atol=1e-4, rtol=0)
+    with torch.inference_mode():
+        session.observe(commit([(0, 8, 9)]))
+        assert session.propose(context([1], [9])).valid.all()
+
+
+@pytest.mark.parametrize("tree_nodes", [0, 6])
+@pytest.mark.parametrize("verification", ["block", "token"])
+@pytest.mark.parametrize("do_sample", [True, False])
+def test_a_network_that_says_nan_changes_no_text(verification, do_sample, tree_nodes):
+    """Nothing it drafts is a law; its tokens are ids all the same, and what comes out has the target's law."""
+    target, copies = make_target(), 2000 if do_sample and not tree_nodes else 2
+    drafter = make_drafter(verification=verification, tree_nodes=tree_nodes, policy="fixed")
+    with torch.no_grad():
+        drafter.lm_head.weight[5] = torch.nan
+    settings = dict(do_sample=do_sample, max_new_tokens=4, temperature=1.5 if do_sample else None)
+    settings |= dict(top_k=4, num_return_sequences=copies) if do_sample else {}
+    ids, texts = torch.tensor([[1, 4, 2, 5]]), []
+    for assistant in (None, drafter):
+        torch.manual_seed(3)
+        texts.append(target.generate(ids, assistant_model=assistant, **settings)[:, 4:])
+    if not do_sample:
+        assert torch.equal(*texts)
+    elif not tree_nodes:
+        counts = torch.stack([text[:, :3].flatten().bincount(minlength=64) for text in texts])
+        assert chi2_contingency(counts[:, counts.sum(0) > 20].numpy()).pvalue > 1e-4
 
 
 def test_a_row_without_features_is_drafted_from_its_anchor(view):

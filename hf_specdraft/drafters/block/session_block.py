@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ...draft import Block, Commit, Context, Draft, Features, Law
 from ...trees import from_marginals
-from ...verification import argmax
+from ...verification import argmax, sample
 from ..base import Session, TargetView
 
 if TYPE_CHECKING:
@@ -22,6 +22,11 @@ def ragged(counts: list[int]) -> tuple[Tensor, Tensor]:
     """(row, column) indices on the CPU of the first `counts[b]` columns of each row b."""
     columns = torch.arange(max(counts, default=0))
     return (columns < torch.tensor(counts)[:, None]).nonzero(as_tuple=True)
+
+
+def writable(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy of one made in an inference-mode call that this call, outside it, may not write to."""
+    return tensor.clone() if tensor.is_inference() and not torch.is_inference_mode_enabled() else tensor
 
 
 class ContextCache:
@@ -55,6 +60,7 @@ class ContextCache:
             room = max(self.length + 64, 2 * self.positions.shape[1]) - self.positions.shape[1]
             self.positions = F.pad(self.positions, (0, room), value=-1)
         row, column, slot = self._new
+        self.positions = writable(self.positions)
         self.positions[row, slot] = positions[row, column]
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
@@ -65,6 +71,7 @@ class ContextCache:
             room = self.positions.shape[1] - store[layer].shape[2]
             if room:
                 store[layer] = F.pad(store[layer], (0, 0, 0, room))
+            store[layer] = writable(store[layer])
             row, column, slot = (index.to(new.device) for index in self._new)
             store[layer][row, :, slot] = new[row, :, column]
 
@@ -90,13 +97,29 @@ class BlockSession(Session):
         self.view = view
         self.cache = ContextCache(batch)
         self.pending: list[Features] = []
+        self.heard = [0] * batch  # per row, the position after the last one heard of
 
     def observe(self, commit: Commit) -> None:
-        if commit.features is not None and any(commit.features.counts):
-            self.pending.append(commit.features)
+        piece = commit.features
+        if piece is None:
+            return
+        # A target cache that was cut back reads again what is known here.
+        known = [min(n, max(0, heard - s)) for n, s, heard in zip(piece.counts, piece.start, self.heard)]
+        self.heard = [max(h, s + n) if n else h for n, s, h in zip(piece.counts, piece.start, self.heard)]
+        if any(known):
+            column = torch.arange(piece.hidden.shape[1]) + torch.tensor(known)[:, None]
+            column = column.clamp_(max=piece.hidden.shape[1] - 1).to(piece.hidden.device)
+            piece = Features(
+                piece.hidden.take_along_dim(column[..., None], 1),
+                [n - k for n, k in zip(piece.counts, known)],
+                [s + k for s, k in zip(piece.start, known)],
+            )
+        if any(piece.counts):
+            self.pending.append(piece)
 
     def keep(self, rows: list[int]) -> None:
         self.cache.keep(rows)
+        self.heard = [self.heard[row] for row in rows]
         self.pending = [
             Features(piece.hidden[rows], [piece.counts[row] for row in rows], [piece.start[row] for row in rows])
             for piece in self.pending
@@ -118,7 +141,7 @@ class BlockSession(Session):
             confidence = score.exp().to(tokens.device, torch.float32)
             return Draft(self._target_ids(tokens), parents, valid, confidence=confidence, evidence=evidence)
         # The chance that the slots up to this one all hold: their largest marginals, known before any token is drawn.
-        confidence = (logits.amax(-1) - logits.logsumexp(-1)).float().cumsum(-1).exp()
+        confidence = (logits.amax(-1) - logits.logsumexp(-1)).float().cumsum(-1).exp().nan_to_num(0)
         law = None
         if context.do_sample and config.draft_sampling:
             tokens, law = self._draw(logits, context)
@@ -186,7 +209,7 @@ class BlockSession(Session):
         # Warpers that leave nothing of this vocabulary: any law that is told exactly will do.
         scores = torch.where(scores.amax(-1, keepdim=True) == -math.inf, logits, scores)
         probs = scores.softmax(-1, dtype=torch.float32)
-        drawn = torch.multinomial(probs.flatten(0, 1), 1).view(batch, depth)
+        drawn = sample(probs, torch.rand(batch, depth, device=probs.device))  # token 0 of a network that says NaN
         law = Law(probs, None if ids is None else ids.expand_as(probs), torch.ones(batch, dtype=torch.bool))
         return self._target_ids(drawn), law
 
