@@ -461,6 +461,12 @@ def test_generate_is_lossless_and_accepts(tree):
     plain = target.generate(**inputs)
     fast = target.generate(**inputs, assistant_model=drafter, return_dict_in_generate=True)
     assert torch.equal(fast.sequences, plain)
+    assert fast.speculation.accepted > 0
+    # A text that it knows by heart is drafted in full.
+    drafter.set_corpus(plain)
+    fast = target.generate(**inputs, assistant_model=drafter, return_dict_in_generate=True)
+    assert torch.equal(fast.sequences, plain)
+    assert fast.speculation.tau > 4
 
 
 # Speed (process time; ten times what an idle core needs)
