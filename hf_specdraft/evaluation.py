@@ -26,8 +26,10 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessorList
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from .drafters import AutoDrafter, Drafter, families
+from .drafters.assistant import AssistantDrafter
 from .inspection import recognise
 
 PLAIN, LOOKUP, OVERALL = "plain", "prompt-lookup", "overall"
@@ -79,8 +81,9 @@ def load_target(name: str, dtype: str = "auto", device: str = "cpu") -> tuple[An
 def load_drafter(spec: str, dtype: str = "auto", device: str = "cpu") -> Drafter:
     """A drafter from a `NAME[:key=value,...]` spec.
 
-    NAME is a family without weights (`ngram`), or a folder or Hub repository that AutoDrafter reads. The options are
-    fields of the drafter's config, such as `ngram:tree_nodes=10,policy=fixed`.
+    NAME is a family without weights (`ngram`), or a folder or Hub repository: a drafter that AutoDrafter reads, or a
+    causal LM as transformers saves it, which becomes an assistant. The options are fields of the drafter's config,
+    such as `ngram:tree_nodes=10,policy=fixed`.
     Raises ValueError for an option that the config does not have.
     """
     name, _, text = spec.partition(":")
@@ -90,10 +93,17 @@ def load_drafter(spec: str, dtype: str = "auto", device: str = "cpu") -> Drafter
         _refuse_unknown(options, family, spec)
         drafter = family(family.config_class(**options))
     else:
-        family, _ = recognise(AutoDrafter.read_config(name))
-        if family is not None:
-            _refuse_unknown(options, family, spec)
-        drafter = AutoDrafter.from_pretrained(name, dtype=dtype, **options)
+        config = AutoDrafter.read_config(name)
+        family, _ = recognise(config)
+        # Published drafters have their target's model_type too; what they are stands in `architectures`.
+        causal_lm = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.get("model_type"))
+        if family is None and causal_lm in (config.get("architectures") or ()):
+            _refuse_unknown(options, AssistantDrafter, spec)
+            drafter = AssistantDrafter.from_model(AutoModelForCausalLM.from_pretrained(name, dtype=dtype), **options)
+        else:
+            if family is not None:
+                _refuse_unknown(options, family, spec)
+            drafter = AutoDrafter.from_pretrained(name, dtype=dtype, **options)
     return drafter.to(device).eval()
 
 

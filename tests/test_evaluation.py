@@ -10,7 +10,8 @@ import pytest
 import torch
 from conftest import ScriptedDrafter, adversary, oracle, tiny_llama
 
-from hf_specdraft import evaluation
+from hf_specdraft import AutoDrafter, evaluation
+from hf_specdraft.drafters.assistant import AssistantDrafter
 from hf_specdraft.evaluation import FAULT, LOOKUP, PLAIN, TIE, Record, classify_difference, run
 
 
@@ -64,6 +65,28 @@ def test_drafter_options_reach_the_config():
 def test_bad_drafter_options_are_refused(spec, message):
     with pytest.raises(ValueError, match=message):
         evaluation.load_drafter(spec)
+
+
+def test_a_causal_lm_becomes_an_assistant(tmp_path):
+    tiny_llama(1).save_pretrained(tmp_path)
+    drafter = evaluation.load_drafter(f"{tmp_path}:num_assistant_tokens=3,policy=fixed")
+    assert isinstance(drafter, AssistantDrafter) and not drafter.training
+    assert (drafter.config.num_assistant_tokens, drafter.config.policy) == (3, "fixed")
+    ids = torch.tensor([PROMPT])
+    assert torch.equal(drafter(ids).logits, tiny_llama(1)(ids).logits)
+    with pytest.raises(ValueError, match="no field tree_node"):
+        evaluation.load_drafter(f"{tmp_path}:tree_node=3")
+    with pytest.raises(ValueError, match="no drafter this package can read"):
+        AutoDrafter.from_pretrained(tmp_path)
+
+
+def test_an_unknown_drafter_of_a_known_model_type_is_no_assistant(tmp_path):
+    tiny_llama(1).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for names in (["WonderDraftModel"], None):
+        (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": names}))
+        with pytest.raises(ValueError, match="no drafter this package can read"):
+            evaluation.load_drafter(str(tmp_path))
 
 
 # Rounding tie or real fault -------------------------------------------------------------------------------------------

@@ -18,7 +18,10 @@ class Dtype(str, Enum):
     float16 = "float16"
 
 
-SPEC = "A folder, a Hub name, or `ngram`; config fields may follow: ngram:tree_nodes=10,policy=fixed."
+SPEC = (
+    "A folder or Hub name of a drafter or of a small model with the target's tokenizer, or `ngram`; config fields may "
+    "follow: ngram:tree_nodes=10,policy=fixed."
+)
 
 Target = Annotated[str, typer.Option(help="The model to speed up: a folder or Hub name.")]
 DtypeOption = Annotated[Dtype, typer.Option(help="Weights of target and drafter.")]
