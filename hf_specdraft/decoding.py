@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.cache_utils import Cache
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
@@ -21,6 +23,10 @@ from .sampling import Scorer
 from .speculation import Clock, Speculation
 from .target import TargetPass, run_device
 from .verifier import Verifier
+
+# By cache handed back, the session that goes on when it comes in again and the rows' ids. Beside the caches, not on
+# them: a copied or saved cache must not bring along the drafter and the target's embedding.
+_SESSIONS: weakref.WeakKeyDictionary[Cache, tuple[Session, list[list[int]]]] = weakref.WeakKeyDictionary()
 
 
 @dataclass
@@ -96,7 +102,7 @@ class _Call:
         logits = outputs.logits[:, -1:]
         verdict = self.verifier(empty, logits, self.active)
         self.recorder.prefill(outputs)
-        features = self.target.prompt_features(outputs, self.drafter.device)
+        features = self.target.prompt_features(self.drafter.device)
         committed = self._commit_tokens(empty, verdict, logits, None)
         tokens = [prompt[seen:] + new for prompt, seen, new in zip(self._prompts(input_ids), known, committed)]
         with self.clock("draft"):
@@ -146,7 +152,7 @@ class _Call:
             self.session.observe(Commit([[] for _ in unfed], features))
             # Not when time ran out and tokens that the session knows were taken back.
             if heard:
-                self.target.cache.speculation_session = self.session, self._everything()
+                _SESSIONS[self.target.cache] = self.session, self._everything()
         self.stats.seconds = self.clock.finish()
         if not self.config.return_dict_in_generate:
             return sequences
@@ -311,12 +317,12 @@ def _checked(draft: Draft, context: Context) -> Draft:
 def _resume_or_start(
     cache, past: int, drafter: Drafter, view: TargetView, prompts: list[list[int]]
 ) -> tuple[Session, list[int]]:
-    """The session that rides on a handed-back cache when it is this drafter's and knows a prefix of every prompt, else
-    a new one; and how many tokens of each prompt it knows."""
-    # Taken off the cache, to which `finish` returns it: after an exception it would know more than the cache.
-    riding = None if cache is None else vars(cache).pop("speculation_session", None)
-    if riding is not None and past:
-        session, texts = riding
+    """The session kept for a handed-back cache when it is this drafter's and knows a prefix of every prompt, else a new
+    one; and how many tokens of each prompt it knows."""
+    # Taken out, until `finish` puts it back: after an exception it would know more than the cache.
+    kept = None if cache is None else _SESSIONS.pop(cache, None)
+    if kept is not None and past:
+        session, texts = kept
         same = session.drafter is drafter and len(texts) == len(prompts)
         if same and all(prompt[: len(text)] == text for prompt, text in zip(prompts, texts)):
             return session, [len(text) for text in texts]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -50,7 +51,13 @@ class TargetPass:
         refuse_uncuttable(cache)
         if len(input_ids) > 1:
             make_room(cache, self.config.max_length - 1 + _unnamed(input_ids, self.kwargs), width)
-        outputs = self.model._prefill(input_ids, self.config, self.kwargs)
+        if self.layers and self.config.prefill_chunk_size is not None:
+            chunked = _Chunked(self.model)
+            outputs = type(self.model)._prefill(chunked, input_ids, self.config, self.kwargs)
+            self.prompt_states = chunked.states
+        else:
+            outputs = self.model._prefill(input_ids, self.config, self.kwargs)
+            self.prompt_states = [outputs.get("hidden_states")]
         self.kwargs = dict(self.kwargs)
         refuse_uncuttable(outputs.get("cache"))
         self.cache = outputs.cache
@@ -113,10 +120,11 @@ class TargetPass:
                 self.first = self.first[..., rows, :]
             self.types = {k: v[rows] for k, v in self.types.items()}
 
-    def prompt_features(self, outputs: Any, device: torch.device) -> Features | None:
+    def prompt_features(self, device: torch.device) -> Features | None:
+        states, self.prompt_states = self.prompt_states, []
         if not self.layers:
             return None
-        hidden = feature_rows.selected(outputs.hidden_states, self.layers, device)
+        hidden = torch.cat([feature_rows.selected(part, self.layers, device) for part in states], dim=1)
         return feature_rows.of_prompt(hidden, self.rows.columns - hidden.shape[1], self.rows.mask)
 
     def path_features(self, outputs: Any, kept: list[list[int]], start: list[int], device) -> Features | None:
@@ -142,6 +150,30 @@ class TargetPass:
         """Stop recording what a rejected draft would need back."""
         if hasattr(self, "cache"):
             record_past(self.cache, False)
+
+
+class _Chunked:
+    """The model as `_prefill` sees it, keeping the hidden states of every chunk: it returns the last chunk's only.
+
+    In place of a hook on the model, which other threads may be running.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        self._model, self.states = model, []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def __call__(self, **inputs) -> Any:
+        return self._kept(self._model(**inputs))
+
+    def get_compiled_call(self, config) -> Callable:
+        call = self._model.get_compiled_call(config)
+        return lambda **inputs: self._kept(call(**inputs))
+
+    def _kept(self, outputs: Any) -> Any:
+        self.states.append(outputs.hidden_states)
+        return outputs
 
 
 def run_device(model: PreTrainedModel, ids: Tensor) -> torch.device:

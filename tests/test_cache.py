@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
+import io
 import random
+import weakref
 
 import pytest
 import targets
@@ -20,6 +23,7 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
+from hf_specdraft import decoding
 from hf_specdraft.cache import RowCache
 from hf_specdraft.drafters.assistant import AssistantDrafter
 from hf_specdraft.drafters.block import BlockConfig, BlockDrafter
@@ -202,6 +206,40 @@ def test_prefill_in_chunks(any_target, size):
     assert torch.equal(any_target.generate(**inputs, assistant_model=drafter, **settings), plain)
 
 
+@pytest.mark.parametrize("size", [1, 5])
+@pytest.mark.parametrize("turn", [1, 2])
+@pytest.mark.parametrize("everything", [False, True], ids=["own-layers", "output_hidden_states"])
+def test_drafter_reads_every_chunk_of_the_prompt(any_target, size, turn, everything, monkeypatch):
+    """Its features are those of a prefill in one piece; the caller's record is plain's."""
+    drafter = families(any_target)["block"]
+    inputs, kept = prompts(3), {}
+    if turn == 2:
+        first = any_target.generate(**inputs, max_new_tokens=6, do_sample=False, return_dict_in_generate=True)
+        inputs, kept = second_turn(inputs, first.sequences, ()), {"cache": first.cache}
+    settings = dict(max_new_tokens=12, do_sample=False, output_hidden_states=everything, return_dict_in_generate=True)
+    heard, start = [], type(drafter).start
+
+    def listening(this, view, batch):
+        session = start(this, view, batch)
+        observe = session.observe
+        session.observe = lambda commit: (heard.append(commit.features), observe(commit))
+        return session
+
+    monkeypatch.setattr(type(drafter), "start", listening)
+    any_target.generate(**inputs, **copy.deepcopy(kept), assistant_model=drafter, **settings)
+    whole = heard[0]
+    heard.clear()
+    settings["prefill_chunk_size"] = size
+    out = any_target.generate(**inputs, **copy.deepcopy(kept), assistant_model=drafter, **settings)
+    plain = any_target.generate(**inputs, **copy.deepcopy(kept), **settings)
+    assert torch.equal(out.sequences, plain.sequences)
+    assert (heard[0].counts, heard[0].start) == (whole.counts, whole.start)
+    for mine, expected, count in zip(heard[0].hidden, whole.hidden, whole.counts):
+        torch.testing.assert_close(mine[:count], expected[:count], atol=1e-4, rtol=1e-4)
+    if everything:
+        assert [states.shape for states in out.hidden_states[0]] == [s.shape for s in plain.hidden_states[0]]
+
+
 # the cache handed back ------------------------------------------------------------------------------------------------
 
 
@@ -316,7 +354,7 @@ def test_second_turn_drafts_as_well_as_the_first(any_target, family, batch, ends
     spy = Spy(drafter, monkeypatch)
     fresh = any_target.generate(**turn, assistant_model=drafter, **settings)
     expected, spy.drafts = spy.drafts, []
-    session = first.cache.speculation_session[0]
+    session = decoding._SESSIONS[first.cache][0]
     propose = session.propose
     session.propose = lambda context: spied(propose(context))
 
@@ -328,7 +366,7 @@ def test_second_turn_drafts_as_well_as_the_first(any_target, family, batch, ends
     assert torch.equal(again.sequences, plain) and torch.equal(fresh.sequences, plain)
     assert spy.started == 1  # the fresh one only: the session on the cache went on
     assert spy.drafts == expected
-    assert again.cache is first.cache and again.cache.speculation_session[0] is session
+    assert again.cache is first.cache and decoding._SESSIONS[again.cache][0] is session
 
 
 def chat(target, drafter, ids=None):
@@ -372,6 +410,40 @@ def test_session_on_a_cache_is_not_reused_blindly(llama, family, change, monkeyp
     )
     assert torch.equal(out.sequences, llama.generate(ids, max_new_tokens=16, do_sample=False))
     assert spy.started == (0 if change == "plain turn between" else 1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("how", ["deepcopy", "save"])
+def test_copied_cache_brings_nothing_of_the_drafter_along(llama, family, how):
+    """A copy holds tensors of the cache only; on it a new session starts, and the first one still goes on."""
+    drafter = families(llama)[family]
+    first = chat(llama, drafter)
+    session = decoding._SESSIONS[first.cache][0]
+    if how == "deepcopy":
+        twin = copy.deepcopy(first.cache)
+    else:
+        file = io.BytesIO()
+        torch.save(first.cache, file)
+        states = sum(states.nbytes for layer in first.cache.layers for states in (layer.keys, layer.values))
+        assert file.tell() < states + 10_000
+        file.seek(0)
+        twin = torch.load(file, weights_only=False)
+    assert set(vars(twin)) == set(vars(DynamicCache(config=llama.config)))
+    ids = torch.cat([first.sequences, torch.tensor([[5, 9, 11]])], 1)
+    settings = dict(assistant_model=drafter, max_new_tokens=16, do_sample=False, return_dict_in_generate=True)
+    plain = llama.generate(ids, max_new_tokens=16, do_sample=False)
+    on_twin, on_first = (llama.generate(ids, cache=cache, **settings) for cache in (twin, first.cache))
+    assert torch.equal(on_twin.sequences, plain) and torch.equal(on_first.sequences, plain)
+    assert decoding._SESSIONS[twin][0] is not session and decoding._SESSIONS[first.cache][0] is session
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_session_goes_with_its_cache(llama, family):
+    out = chat(llama, families(llama)[family])
+    gone = weakref.ref(decoding._SESSIONS[out.cache][0])
+    del out
+    gc.collect()
+    assert gone() is None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -420,7 +492,7 @@ def test_time_up_takes_the_session_off_when_it_knows_tokens_that_were_taken_back
     hook.remove()
     assert out.sequences.shape[1] == 11 + 4  # the slowest row's
     assert out.cache.get_seq_length() == 11 + 3
-    assert not hasattr(out.cache, "speculation_session")
+    assert out.cache not in decoding._SESSIONS
     turn = second_turn(inputs, out.sequences, ())
     again = llama.generate(**turn, assistant_model=drafter, cache=out.cache, max_new_tokens=8, do_sample=False)
     assert torch.equal(again, llama.generate(**turn, max_new_tokens=8, do_sample=False))
