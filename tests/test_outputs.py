@@ -13,6 +13,8 @@ from scripted import FREE, Recording, byte_tokenizer, new_tokens, prompts, scrip
 from transformers import StoppingCriteria, TextIteratorStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from hf_specdraft.drafters.ngram import NgramConfig, NgramDrafter
+
 K = 4
 TOKENS = 20
 SCRIPTS = scripts(K)
@@ -231,6 +233,16 @@ def test_speculation_adds_up(target, script, batch, tree):
         assert gained.accepted == 0 and gained.tau == 1
     if script == "oracle":
         assert gained.rounds == [math.ceil((TOKENS - 1) / (K + 1))] * batch
+
+
+def test_drafter_that_finds_nothing_is_not_paused(target):
+    ids = torch.arange(1, 9)[None]
+    plain = target.generate(ids, max_new_tokens=3, do_sample=False)[0].tolist()
+    assert len(set(plain)) == len(plain)  # so there is nothing to look up
+    drafter = NgramDrafter(NgramConfig.tiny(policy="fixed"))
+    out = target.generate(ids, assistant_model=drafter, max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
+    assert out.speculation.rounds == [3] and out.speculation.drafted == 0
+    assert out.speculation.paused_rounds == 0
 
 
 @pytest.mark.parametrize("script", [oracle(K), adversary], ids=["oracle", "adversary"])
