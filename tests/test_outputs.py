@@ -13,7 +13,7 @@ from scripted import FREE, Recording, byte_tokenizer, new_tokens, prompts, scrip
 from transformers import StoppingCriteria, TextIteratorStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from hf_specdraft.drafters.ngram import NgramConfig, NgramDrafter
+from hf_specdraft.draft import Draft
 
 K = 4
 TOKENS = 20
@@ -235,12 +235,19 @@ def test_speculation_adds_up(target, script, batch, tree):
         assert gained.rounds == [math.ceil((TOKENS - 1) / (K + 1))] * batch
 
 
-def test_drafter_that_finds_nothing_is_not_paused(target):
-    ids = torch.arange(1, 9)[None]
-    plain = target.generate(ids, max_new_tokens=3, do_sample=False)[0].tolist()
-    assert len(set(plain)) == len(plain)  # so there is nothing to look up
-    drafter = NgramDrafter(NgramConfig.tiny(policy="fixed"))
-    out = target.generate(ids, assistant_model=drafter, max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
+def test_drafter_that_finds_nothing_is_not_paused(target, monkeypatch):
+    drafter = scripted(target, 1, [oracle(K)])
+    start = type(drafter).start
+
+    def without_ideas(this, view, batch):
+        session = start(this, view, batch)
+        session.propose = lambda context: Draft.empty(batch)
+        return session
+
+    monkeypatch.setattr(type(drafter), "start", without_ideas)
+    out = target.generate(
+        **prompts(1), assistant_model=drafter, max_new_tokens=4, do_sample=False, return_dict_in_generate=True
+    )
     assert out.speculation.rounds == [3] and out.speculation.drafted == 0
     assert out.speculation.paused_rounds == 0
 
