@@ -115,7 +115,7 @@ def test_check_fails_on_a_real_fault(target, prompts, monkeypatch):
             measured.ids[1] = (measured.ids[1] + 1) % 256
         return measured
 
-    monkeypatch.setattr(evaluation, "run", corrupted)
+    monkeypatch.setattr(evaluation.runs, "run", corrupted)
     said = call("check", "--target", target, "--prompts", prompts, "--max-new-tokens", 8)
     assert said.exit_code == 1
     assert "0 of 3 prompts" in said.stdout and said.stdout.count("REAL FAULT") == 3

@@ -274,7 +274,7 @@ def test_check_finds_a_corrupted_token(monkeypatch):
             measured.ids[2] = (measured.ids[2] + 1) % 64
         return measured
 
-    monkeypatch.setattr(evaluation, "run", corrupted)
+    monkeypatch.setattr(evaluation.runs, "run", corrupted)
     report = evaluation.check(target, scripted(target, oracle(3), 3, 8), {"p": inputs_of(PROMPT)}, 8)
     assert not report.lossless
     assert (report.differences["p"].position, report.differences["p"].verdict) == (2, FAULT)
@@ -327,7 +327,7 @@ def test_methods_are_interleaved_and_rotated(monkeypatch):
         def __call__(self, text, return_tensors):
             return inputs_of([1, 2])
 
-    monkeypatch.setattr(evaluation, "run", logged)
+    monkeypatch.setattr(evaluation.runs, "run", logged)
     methods = {name: {"name": name} for name in (PLAIN, LOOKUP, "ours")}
     prompts = [evaluation.Prompt(i, "x", "hi") for i in "ab"]
     target = SimpleNamespace(device=torch.device("cpu"))

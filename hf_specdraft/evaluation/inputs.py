@@ -1,0 +1,114 @@
+"""Prompts, targets and drafters as the command line names them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from ..drafters import AutoDrafter, Drafter, families
+from ..drafters.assistant import AssistantDrafter
+from ..inspection import recognise
+
+
+@dataclass
+class Prompt:
+    """One line of a prompt file: a JSON object with id, category and turns, as Spec-Bench has it. Its first turn."""
+
+    id: str
+    category: str
+    text: str
+
+
+def read_prompts(path: str | Path, per_category: int | None = None) -> list[Prompt]:
+    """The prompts of a .jsonl file, at most `per_category` of each category, in the file's order.
+
+    Raises ValueError naming the line that is not such an object.
+    """
+    prompts: list[Prompt] = []
+    taken: dict[str, int] = {}
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            prompt = Prompt(str(row["id"]), row["category"], row["turns"][0])
+        except (ValueError, KeyError, IndexError, TypeError) as error:
+            raise ValueError(
+                f"{path}, line {number}: expected a JSON object with id, category and turns ({error!r})"
+            ) from error
+        taken[prompt.category] = taken.get(prompt.category, 0) + 1
+        if per_category is None or taken[prompt.category] <= per_category:
+            prompts.append(prompt)
+    if not prompts:
+        raise ValueError(f"{path} holds no prompts")
+    return prompts
+
+
+def load_target(name: str, dtype: str = "auto", device: str = "cpu") -> tuple[Any, Any]:
+    """(model, tokenizer) of a causal LM, in eval mode on `device`."""
+    target = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval()
+    return target, AutoTokenizer.from_pretrained(name)
+
+
+def load_drafter(spec: str, dtype: str = "auto", device: str = "cpu") -> Drafter:
+    """A drafter from a `NAME[:key=value,...]` spec.
+
+    NAME is a family without weights (`ngram`), or a folder or Hub repository: a drafter that AutoDrafter reads, or a
+    causal LM as transformers saves it, which becomes an assistant. The options are fields of the drafter's config,
+    such as `ngram:tree_nodes=10,policy=fixed`.
+    Raises ValueError for an option that the config does not have.
+    """
+    name, _, text = spec.partition(":")
+    options = dict(_option(item, spec) for item in text.split(",") if item)
+    family = families().get(name) or families().get(f"specdraft_{name}")
+    if family is not None and family.is_free:
+        _refuse_unknown(options, family, spec)
+        drafter = family(family.config_class(**options))
+    else:
+        config = AutoDrafter.read_config(name)
+        family, _ = recognise(config)
+        # Published drafters have their target's model_type too; what they are stands in `architectures`.
+        causal_lm = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.get("model_type"))
+        if family is None and causal_lm in (config.get("architectures") or ()):
+            _refuse_unknown(options, AssistantDrafter, spec)
+            drafter = AssistantDrafter.from_model(AutoModelForCausalLM.from_pretrained(name, dtype=dtype), **options)
+        else:
+            if family is not None:
+                _refuse_unknown(options, family, spec)
+            drafter = AutoDrafter.from_pretrained(name, dtype=dtype, **options)
+    return drafter.to(device).eval()
+
+
+def _option(item: str, spec: str) -> tuple[str, Any]:
+    key, equals, value = item.partition("=")
+    if not equals:
+        raise ValueError(f"drafter {spec!r}: expected key=value after the colon, got {item!r}")
+    try:
+        return key, json.loads(value)
+    except json.JSONDecodeError:
+        return key, value
+
+
+def _refuse_unknown(options: dict, family: type[Drafter], spec: str) -> None:
+    unknown = sorted(set(options) - set(family.config_class.__dataclass_fields__))
+    if unknown:
+        raise ValueError(f"drafter {spec!r}: {family.config_class.__name__} has no field {', '.join(unknown)}")
+
+
+def encode(tokenizer: Any, text: str, device: torch.device | str = "cpu", chat: bool = True) -> dict[str, Tensor]:
+    """Model inputs [1, L] of `text`: a user's message where the tokenizer has a chat template, else as it stands."""
+    if chat and tokenizer.chat_template:
+        messages = [{"role": "user", "content": text}]
+        inputs = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    else:
+        inputs = tokenizer(text, return_tensors="pt")
+    return {key: inputs[key].to(device) for key in ("input_ids", "attention_mask")}
