@@ -70,7 +70,8 @@ class TargetPass:
                 " generate one row at a time or use the default dynamic cache"
             )
         able = trees and can_realign(self.cache)
-        self.trees = able and tree_form(self.model, run_device(self.model, input_ids)) is not None
+        form = tree_form(self.model, run_device(self.model, input_ids)) if able else None
+        self._tree_mask = None if form is None else _TreeMask(self.model, form)
         positions = self.kwargs.get("position_ids")
         # [.., B, 1] position of the first new token; models with three rotary axes have a leading dimension.
         self.first = None if positions is None else positions[..., -1:] + 1
@@ -81,6 +82,11 @@ class TargetPass:
         self.keeps_logits = "logits_to_keep" in self.kwargs
         self.new = [1] * batch
         return outputs
+
+    @property
+    def trees(self) -> bool:
+        """Whether the target accepts trees in this call."""
+        return self._tree_mask is not None
 
     @property
     def may_drop_rows(self) -> bool:
@@ -106,8 +112,7 @@ class TargetPass:
             ids, next_sequence_length=width, is_first_iteration=False, **kwargs
         )
         if depth is not None:
-            form = tree_form(self.model, ids.device)
-            inputs["attention_mask"] = _tree_mask(self.model, self.rows, draft, depth, ids.device, form)
+            inputs["attention_mask"] = self._tree_mask(self.rows, draft, depth, ids.device)
         return self.forward(**inputs, return_dict=True)
 
     def commit(self, width: int, kept: list[list[int]], tokens: list[int], rows: list[int] | None) -> None:
@@ -268,7 +273,7 @@ def _probe(model: PreTrainedModel, form: str, device: torch.device) -> bool:
             at = positions[:, -1:] + 1 + torch.nn.functional.pad(depth, (1, 0)).to(device)
             tree = model(
                 input_ids=torch.cat([anchor, nodes], 1),
-                attention_mask=_tree_mask(model, rows, draft, depth, device, form),
+                attention_mask=_TreeMask(model, form)(rows, draft, depth, device),
                 position_ids=at,
                 cache=cache,
                 use_cache=True,
@@ -292,40 +297,46 @@ def _probe(model: PreTrainedModel, form: str, device: torch.device) -> bool:
     return True
 
 
-def _tree_mask(model, rows: RowCache, draft: Draft, depth: Tensor, device, form: str) -> Tensor | dict[str, Tensor]:
-    """What the target's attention layers see in a tree pass: [B, 1, 1+N, KV] visible columns, by layer type if asked.
+class _TreeMask:
+    """Makes what the target's attention layers see in tree passes, for a target that takes it in this `tree_form`."""
 
-    Boolean for SDPA; eager attention adds its mask, so there it is a float mask.
-    """
-    width = 1 + draft.shape[1]
-    types = getattr(model.config.get_text_config(), "layer_types", None)
-    batch = rows.batch
-    seen = visibility(draft.lineage)
-    place = torch.nn.functional.pad(depth, (1, 0)) + rows.columns
-    masks = {}
-    for kind, window in _windows(model).items():
-        layer = 0 if types is None else types.index(kind)
-        length, offset = _mask_sizes(rows.cache, width, layer)
-        columns = torch.arange(length) + offset
-        context = columns < rows.columns
-        inside = (columns >= rows.columns) & (columns < rows.columns + width)
-        visible = torch.zeros(batch, width, length, dtype=torch.bool)
-        visible[:, :, context] = True
-        visible[:, :, inside] = seen
-        if window is not None:
-            at = columns.expand(batch, length).clone()
-            at[:, inside] = place
-            visible &= place[:, :, None] - at[:, None, :] < window
-        visible = visible.to(device)
-        if rows.mask is not None:
-            padded = torch.nn.functional.pad(rows.mask.bool(), (0, max(0, offset + length - rows.columns)), value=True)
-            visible &= padded[:, None, offset : offset + length].to(device)
-        visible = visible[:, None]
-        if _attention(model) == "eager":
-            bias = torch.zeros(visible.shape, dtype=model.dtype, device=device)
-            visible = bias.masked_fill(~visible, torch.finfo(model.dtype).min)
-        masks[kind] = visible
-    return masks if form == "dict" else next(iter(masks.values()))
+    def __init__(self, model: PreTrainedModel, form: str):
+        self.form = form
+        types = getattr(model.config.get_text_config(), "layer_types", None)
+        # By layer type, its window and the number of one of its layers. Configs are slow to read: not in every pass.
+        self.kinds = {t: (w, 0 if types is None else types.index(t)) for t, w in _windows(model).items()}
+        # Eager attention adds its mask, so there it is a float mask; boolean for SDPA.
+        self.dtype = model.dtype if _attention(model) == "eager" else torch.bool
+
+    def __call__(self, rows: RowCache, draft: Draft, depth: Tensor, device) -> Tensor | dict[str, Tensor]:
+        """[B, 1, 1+N, KV] visible columns, by layer type if asked."""
+        width = 1 + draft.shape[1]
+        seen = visibility(draft.lineage)
+        place = torch.nn.functional.pad(depth, (1, 0)) + rows.columns
+        masks = {}
+        for kind, (window, layer) in self.kinds.items():
+            length, offset = _mask_sizes(rows.cache, width, layer)
+            # Of the layer's columns, the pass's own stand behind its context.
+            context = rows.columns - offset
+            inside = slice(context, context + width)
+            visible = torch.zeros(rows.batch, width, length, dtype=torch.bool)
+            visible[:, :, :context] = True
+            visible[:, :, inside] = seen
+            if window is not None:
+                at = (torch.arange(length) + offset).repeat(rows.batch, 1)
+                at[:, inside] = place
+                visible &= place[:, :, None] - at[:, None, :] < window
+            visible = visible.to(device)
+            if rows.mask is not None:
+                beyond = (0, max(0, offset + length - rows.columns))
+                padded = torch.nn.functional.pad(rows.mask.bool(), beyond, value=True)
+                visible &= padded[:, None, offset : offset + length].to(device)
+            visible = visible[:, None]
+            if self.dtype != torch.bool:
+                bias = torch.zeros(visible.shape, dtype=self.dtype, device=device)
+                visible = bias.masked_fill(~visible, torch.finfo(self.dtype).min)
+            masks[kind] = visible
+        return masks if self.form == "dict" else next(iter(masks.values()))
 
 
 def _mask_sizes(cache: Cache, width: int, layer: int) -> tuple[int, int]:

@@ -213,7 +213,7 @@ def causal(width: int) -> torch.Tensor:
     "attention, kind, exact", [("sdpa", "bool", True), ("eager", "bool", False), ("eager", "float", True)]
 )
 def test_four_dimensional_masks(attention, kind, exact):
-    """target._tree_mask: SDPA takes a boolean mask; eager attention adds its mask, so there a boolean one is wrong
+    """target._TreeMask: SDPA takes a boolean mask; eager attention adds its mask, so there a boolean one is wrong
     without an error and a float one right."""
     model = tiny_llama(attn_implementation=attention)
     mask = causal(6)
