@@ -39,11 +39,13 @@ class Stops:
 
     def __call__(self, row: int, token: int, length: int, prefix: Callable[[], Tensor], scores: Callable) -> bool:
         """Whether row `row` ends with `token`, its `length`-th id. `prefix()` gives the ids [length]."""
-        if self.max_length is not None and length >= self.max_length:
-            return True
-        if token in self.end_ids:
-            return True
-        return any(self._ask(criterion, row, prefix(), scores) for criterion in self.others)
+        return self.plainly(token, length) or any(
+            self._ask(criterion, row, prefix(), scores) for criterion in self.others
+        )
+
+    def plainly(self, token: int, length: int) -> bool:
+        """As the call, by length and end tokens alone."""
+        return token in self.end_ids or self.max_length is not None and length >= self.max_length
 
     def _ask(self, criterion: Callable, row: int, ids: Tensor, scores: Callable) -> bool:
         # A user's criterion may look up its row by number: show it the row in its place.
@@ -111,6 +113,8 @@ class Rows:
     def _asked(self, row: int, ahead: list[int], scores: Callable[[], tuple | None]) -> bool:
         """Whether a criterion stops the row at the last of `ahead`. Each is asked once about every prefix."""
         count = len(self.new[row]) + len(ahead)
+        if not self.stops.others:
+            return self.stops.plainly(ahead[-1], self.prompt_length + count)
         if (row, count) not in self._answers:
             self._answers[row, count] = self.stops(
                 row, ahead[-1], self.prompt_length + count, lambda: self.prefix(row, ahead), scores
