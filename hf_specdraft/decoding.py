@@ -119,7 +119,7 @@ class _Call:
         with self.clock("verify"):
             verdict = self.verifier(draft, logits, self.active)
         with self.clock("commit"):
-            positions = self._anchor_positions()
+            positions = self.target.rows.lengths
             committed = self._commit_tokens(draft, verdict, logits, outputs)
             features = self.target.path_features(outputs, self.kept, positions, self.drafter.device)
             leaving = self._rows_to_keep()
@@ -194,7 +194,7 @@ class _Call:
             nodes = self.drafter.config.tree_nodes if room is None else min(self.drafter.config.tree_nodes, room - 1)
         return Context(
             anchor=self.anchor,
-            position=self._anchor_positions(),
+            position=self.target.rows.lengths,
             lengths=lengths,
             nodes=nodes,
             tree=tree,
@@ -202,10 +202,6 @@ class _Call:
             warp=self.scorer.warp,
             confidence_threshold=self.settings.confidence_threshold,
         )
-
-    def _anchor_positions(self) -> list[int]:
-        """Position of each row's anchor, counted in its unpadded tokens."""
-        return self.target.rows.lengths
 
     def _commit_tokens(self, draft: Draft, verdict: Verdict, logits: Tensor, outputs) -> list[list[int]]:
         """Append each row's accepted tokens up to its stop; sets `kept`, the columns of the pass that stay."""

@@ -110,7 +110,7 @@ class Recorder:
         live = torch.tensor([*range(start, columns), *(columns + c for c in path)])
         total = self.start[row] + len(live)
         stored = weights.shape[-1]
-        offset, length = (0, stored) if held.is_static else (columns + self._width(weights) - stored, None)
+        offset, length = (0, stored) if held.is_static else (columns + weights.shape[-2] - stored, None)
         if length is None:
             window = getattr(held.cache.layers[layer], "sliding_window", None)
             length = total if window is None else min(total, window)
@@ -120,10 +120,6 @@ class Recorder:
         at = first if held.is_static else first - (total - length)
         out[:, at : at + len(shown)] = weights[b, :, path[-1], (shown - offset).to(weights.device)]
         return out
-
-    @staticmethod
-    def _width(weights: Tensor) -> int:
-        return weights.shape[-2]
 
 
 class _NoRecord(dict):
