@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,8 @@ from ..draft import Commit, Context, Draft
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel as Target
+
+    from ..training.records import TrainingBatch, Unrolled
 
 
 def base_module(module: nn.Module) -> nn.Module:
@@ -237,6 +240,30 @@ class Drafter(PreTrainedModel):
     def start(self, view: TargetView, batch: int) -> Session:
         """A session for `batch` rows. Its first `observe` brings the prompt."""
         raise NotImplementedError
+
+    def forward(self, *args, training: Callable[[Drafter], Any] | None = None, **kwargs) -> Any:
+        """One drafting pass (`draft_pass`), or what `training` makes of this drafter.
+
+        DDP, FSDP, DeepSpeed and PEFT act on forward alone, so a training step, loss included, must happen inside it.
+        """
+        return self.draft_pass(*args, **kwargs) if training is None else training(self)
+
+    def draft_pass(self, *args, **kwargs) -> Any:
+        """One pass of the network, tensors in, tensors out."""
+        raise NotImplementedError(f"{type(self).__name__} has no network")
+
+    def unroll(self, view: TargetView, batch: TrainingBatch, **options) -> Unrolled:
+        """What this drafter would draft along the texts of a batch. options: the family's own, from the recipe."""
+        raise ValueError(f"{type(self).__name__} has nothing to train")
+
+    def logits(self, view: TargetView, hidden: Tensor) -> Tensor:
+        """[..., H] of `Unrolled.hidden` -> [..., K] logits, K the drafter's vocabulary (see `draft_token_ids`)."""
+        raise ValueError(f"{type(self).__name__} has nothing to train")
+
+    @property
+    def draft_token_ids(self) -> Tensor | None:
+        """[K] ascending target ids of a reduced draft vocabulary, None when the drafter speaks the target's whole."""
+        return None
 
 
 class Session:

@@ -86,7 +86,7 @@ class AssistantDrafter(Drafter):
             return self
         return translated(self, tokenizer, assistant_tokenizer)
 
-    def forward(self, *args, **kwargs):
+    def draft_pass(self, *args, **kwargs):
         """The assistant's own forward."""
         return self.model(*args, **kwargs)
 

@@ -195,7 +195,7 @@ class BlockDrafter(Drafter):
         values, state = dialects.read(name_or_path, config, fields, kwargs)
         return cls.from_pretrained(None, config=BlockConfig(**values), state_dict=state, **kwargs)
 
-    def forward(
+    def draft_pass(
         self,
         input_ids: Tensor | None = None,
         features: Tensor | None = None,

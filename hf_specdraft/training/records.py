@@ -1,0 +1,56 @@
+"""The two records that training passes around: what a batch holds, and what a drafter makes of it.
+
+B rows, L columns, A anchors, S slots (the tokens one draft has), H the drafter's width, Ht the target's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class TrainingBatch:
+    """Right-padded rows, each one or several documents packed one after the other.
+
+    input_ids: [B, L] tokens.
+    document_ids: [B, L] 1, 2, ... by document within the row, 0 for padding; nothing is seen across documents.
+    position_ids: [B, L] positions within the document, from 0.
+    loss_mask: [B, L] bool, tokens that the target wrote (its stop tokens included): those a drafter may have to draft.
+    features: [B, L, n*Ht] outputs of the drafter's `feature_layers` at each column, None for drafters that read none.
+    last_hidden: [B, L, Ht] what the target's head reads; row t's law is about the token at t + 1. None where no
+        objective asks for the target's law.
+    """
+
+    input_ids: Tensor
+    document_ids: Tensor
+    position_ids: Tensor
+    loss_mask: Tensor
+    features: Tensor | None = None
+    last_hidden: Tensor | None = None
+
+    def to(self, device: torch.device) -> TrainingBatch:
+        """The same batch on a device."""
+        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{k: None if v is None else v.to(device) for k, v in tensors.items()})
+
+
+@dataclass
+class Unrolled:
+    """What a drafter would draft at A anchors of a batch, teacher-forced, S slots each.
+
+    hidden: [A, S, H] what the drafter's head reads (`Drafter.logits` makes logits of it).
+    labels: [A, S] the tokens that follow the anchor in the text.
+    rows: [A, S] index into the batch's flattened [B * L] columns of the target row whose law is about the same token.
+    mask: [A, S] bool, slots that count: a prefix of each anchor's slots, ending where the text or the target's own
+        words end.
+    losses: further scalar losses of the drafter's own parts, by name, already weighted.
+    """
+
+    hidden: Tensor
+    labels: Tensor
+    rows: Tensor
+    mask: Tensor
+    losses: dict[str, Tensor] = field(default_factory=dict)
