@@ -46,6 +46,7 @@ class Unrolled:
     rows: [A, S] index into the batch's flattened [B * L] columns of the target row whose law is about the same token.
     mask: [A, S] bool, slots that count: a prefix of each anchor's slots, ending where the text or the target's own
         words end.
+    anchors: [A] index into the flattened [B * L] columns of each anchor, the last token its draft may read.
     losses: further scalar losses of the drafter's own parts, by name, already weighted.
     """
 
@@ -53,4 +54,5 @@ class Unrolled:
     labels: Tensor
     rows: Tensor
     mask: Tensor
+    anchors: Tensor
     losses: dict[str, Tensor] = field(default_factory=dict)
