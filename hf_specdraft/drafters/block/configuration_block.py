@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..base import DrafterConfig
+from ...heads import HeadConfig
 
 # What the window of a "sliding_attention" layer hides (positions are absolute, W = sliding_window, i query, j key).
 SLIDING_RULES = {
@@ -15,7 +15,7 @@ SLIDING_RULES = {
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 
 
-class BlockConfig(DrafterConfig):
+class BlockConfig(HeadConfig):
     """DFlash (2602.06036): a small block-diffusion drafter that reads the target's hidden states.
 
     The network is Qwen3's (per-head q/k norms) with keys and values of the context in front of each layer's own.
@@ -28,8 +28,7 @@ class BlockConfig(DrafterConfig):
     target_layer_ids: zero-based target layers whose OUTPUT is read, in order; -1 is the embedding output.
     target_hidden_size: the target's hidden size, None when it equals `hidden_size`.
     num_target_layers: depth of the target the drafter was made for, None when the checkpoint does not say.
-    own_embeddings, own_head: whether the checkpoint holds them; otherwise the target's are used.
-    draft_vocab_size: rows of the drafter's own head when they are a subset of the target's vocabulary.
+    own_embeddings: whether the checkpoint holds them; otherwise the target's are used.
     skip_embed_norm: whether a borrowed embedding's `embed_norm` (Muse targets) is left out, as transformers does.
     layer_types: "full_attention" or "sliding_attention" per layer.
     sliding_rule: what the window of sliding layers hides, a key of SLIDING_RULES.
@@ -62,8 +61,6 @@ class BlockConfig(DrafterConfig):
     target_hidden_size: int | None = None
     num_target_layers: int | None = None
     own_embeddings: bool = False
-    own_head: bool = False
-    draft_vocab_size: int | None = None
     skip_embed_norm: bool = False
     layer_types: list[str] | None = None
     sliding_window: int | None = None
@@ -103,14 +100,7 @@ class BlockConfig(DrafterConfig):
             self.sliding_rule in SLIDING_RULES,
             f"sliding_rule must be one of {', '.join(SLIDING_RULES)}, got {self.sliding_rule!r}",
         )
-        _require(
-            self.draft_vocab_size is None or self.own_head,
-            "a reduced draft vocabulary (draft_vocab_size) needs the drafter's own head (own_head=True)",
-        )
-        _require(
-            self.vocab_size is not None or not (self.own_embeddings or self.own_head),
-            "own embeddings or an own head need vocab_size",
-        )
+        _require(self.vocab_size is not None or not self.own_embeddings, "own embeddings need vocab_size")
         _require(
             not self.own_embeddings or 0 <= self.mask_token_id < self.vocab_size,
             f"mask_token_id {self.mask_token_id} is outside the drafter's vocabulary of {self.vocab_size}",

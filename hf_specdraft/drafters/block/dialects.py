@@ -16,11 +16,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+
+from ...heads import read_vocabulary_map
 
 # Keys that say nothing about what the network computes: bookkeeping of transformers, special tokens of the text, and
 # settings of training.
@@ -272,10 +273,8 @@ def _speculators(keys: Keys, state: dict) -> dict:
     # Trained files list the state that training takes its labels from behind those that `fc` reads.
     if "fc.weight" in state and state["fc.weight"].shape[1] == (len(ids) - 1) * target_hidden_size:
         ids.pop()
-    reduced = "d2t" in state
-    if reduced:
-        state["draft_ids"] = _draft_ids(state.pop("d2t"), state.pop("t2d", None), draft_vocab_size, vocab_size)
-    elif draft_vocab_size != vocab_size:
+    reduced = read_vocabulary_map(state, draft_vocab_size, vocab_size)
+    if not reduced and draft_vocab_size != vocab_size:
         raise ValueError(
             f"the drafter's head has {draft_vocab_size} rows for a vocabulary of {vocab_size}, but the file has no "
             "'d2t' to say which tokens they are"
@@ -294,16 +293,6 @@ def _speculators(keys: Keys, state: dict) -> dict:
         "own_embeddings": True,
         "own_head": True,
     }
-
-
-def _draft_ids(d2t: Tensor, t2d: Tensor | None, rows: int, vocab_size: int) -> Tensor:
-    """Target id of every head row: row j is token j + d2t[j]. `t2d` marks the same tokens and must agree."""
-    ids = torch.arange(len(d2t)) + d2t.long()
-    if len(ids) != rows or ids.min() < 0 or ids.max() >= vocab_size or len(ids.unique()) != rows:
-        raise ValueError(f"d2t does not map {rows} head rows to distinct tokens below {vocab_size}")
-    if t2d is not None and (len(t2d) != vocab_size or not torch.equal(t2d.nonzero().flatten(), ids.sort().values)):
-        raise ValueError("d2t and t2d name different tokens: the file's vocabulary mapping is broken")
-    return ids
 
 
 def read_tensors(name_or_path, **hub) -> dict[str, Tensor]:

@@ -10,8 +10,9 @@ from torch.nn import functional as F
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding, rotate_half
 from transformers.utils import ModelOutput
 
+from ...heads import HeadedDrafter
 from .. import register
-from ..base import Drafter, TargetView
+from ..base import TargetView
 from . import dialects
 from .configuration_block import BlockConfig
 from .session_block import BlockSession, ContextCache
@@ -102,7 +103,7 @@ def visible(config: BlockConfig, layer_type: str, block: Tensor, context: Tensor
 
 
 @register
-class BlockDrafter(Drafter):
+class BlockDrafter(HeadedDrafter):
     """DFlash and its dialects (`dialects.py`) in one internal form."""
 
     config_class = BlockConfig
@@ -121,20 +122,11 @@ class BlockDrafter(Drafter):
         self.layers = nn.ModuleList(BlockLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = BlockRotaryEmbedding(config)
-        if config.own_head:
-            rows = config.draft_vocab_size or config.vocab_size
-            self.lm_head = nn.Linear(config.hidden_size, rows, bias=False)
-        # Target id of each row of a reduced head.
-        self.register_buffer(
-            "draft_ids", torch.arange(config.draft_vocab_size) if config.draft_vocab_size else None, persistent=True
-        )
+        self.add_head()
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module | None:
         return getattr(self, "embed_tokens", None)
-
-    def get_output_embeddings(self) -> nn.Module | None:
-        return getattr(self, "lm_head", None)
 
     def check(self, view: TargetView) -> None:
         config, name = self.config, self.config.target_name
@@ -145,11 +137,10 @@ class BlockDrafter(Drafter):
                 f"drafter was built for hidden_size {config.target_hidden_size} but the target has {view.hidden_size}; "
                 f"{remedy}"
             )
-        borrows = not (config.own_embeddings and config.own_head)
-        if borrows and config.hidden_size != view.hidden_size:
+        if not config.own_embeddings and config.hidden_size != view.hidden_size:
             raise ValueError(
-                f"drafter of hidden_size {config.hidden_size} borrows the embedding or head of a target of hidden_size "
-                f"{view.hidden_size}; only a drafter with both of its own may differ in width"
+                f"drafter of hidden_size {config.hidden_size} borrows the embedding of a target of hidden_size "
+                f"{view.hidden_size}; only a drafter with embedding and head of its own may differ in width"
             )
         if config.num_target_layers not in (None, view.num_layers):
             raise ValueError(
@@ -164,11 +155,6 @@ class BlockDrafter(Drafter):
         if not config.own_embeddings and not 0 <= config.mask_token_id < view.vocab_size:
             raise ValueError(
                 f"mask_token_id {config.mask_token_id} has no row in the target's embedding of {view.vocab_size}; "
-                f"{remedy}"
-            )
-        if self.draft_ids is not None and int(self.draft_ids.max()) >= view.vocab_size:
-            raise ValueError(
-                f"drafter proposes token {int(self.draft_ids.max())} but the target's vocabulary is {view.vocab_size}; "
                 f"{remedy}"
             )
 
@@ -206,6 +192,7 @@ class BlockDrafter(Drafter):
         inputs_embeds: Tensor | None = None,
         counts: list[int] | None = None,
         slots: slice = slice(None),
+        head: bool = True,
     ) -> BlockOutput:
         """One drafting pass.
 
@@ -215,6 +202,7 @@ class BlockDrafter(Drafter):
         position_ids: [B, S] positions of the block.
         cache: earlier context. It is extended by `features`; without it the pass sees `features` alone.
         slots: the slots to return, all by default.
+        head: whether to make the logits of an own head.
         attention_mask: layer type -> [B, 1, S, C + S] bool, for packed training; by default from the positions.
         """
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
@@ -243,4 +231,4 @@ class BlockDrafter(Drafter):
                 past = cache.read(index) if cache.keys else None
             x = layer(x, rope, past, attention_mask[self.config.layer_types[index]])
         hidden = self.norm(x[:, slots])
-        return BlockOutput(hidden, self.lm_head(hidden) if self.config.own_head else None)
+        return BlockOutput(hidden, self.lm_head(hidden) if head and self.config.own_head else None)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...draft import Block, Commit, Context, Draft, Features, Law
+from ...draft import Block, Commit, Context, Draft, Features
 from ...trees import from_marginals
-from ...verification import argmax, sample
+from ...verification import argmax
 from ..base import Session, TargetView
 
 if TYPE_CHECKING:
@@ -139,14 +138,14 @@ class BlockSession(Session):
             log_probs = logits.log_softmax(-1, dtype=torch.float32)
             tokens, parents, valid, score = from_marginals(log_probs, context.nodes, lengths)
             confidence = score.exp().to(tokens.device, torch.float32)
-            return Draft(self._target_ids(tokens), parents, valid, confidence=confidence, evidence=evidence)
+            return Draft(self.drafter.target_ids(tokens), parents, valid, confidence=confidence, evidence=evidence)
         # The chance that the slots up to this one all hold: their largest marginals, known before any token is drawn.
         confidence = (logits.amax(-1) - logits.logsumexp(-1)).float().cumsum(-1).exp().nan_to_num(0)
         law = None
         if context.do_sample and config.draft_sampling:
-            tokens, law = self._draw(logits, context)
+            tokens, law = self.drafter.draw(self.view, logits, context)
         else:
-            tokens = self._target_ids(argmax(logits))
+            tokens = self.drafter.target_ids(argmax(logits))
         return Draft.chain(tokens, lengths, law=law, confidence=confidence, confidence_kind="pre", evidence=evidence)
 
     def _block(self, context: Context, slots: slice) -> tuple[Tensor, Tensor]:
@@ -160,14 +159,10 @@ class BlockSession(Session):
             position_ids=start[:, None] + torch.arange(config.block_size, device=drafter.device),
             cache=self.cache,
             slots=slots,
+            head=False,
             **self._take_pending(),
         )
-        logits = out.logits
-        if logits is None:
-            logits = self.view.head(out.last_hidden_state.to(self.view.dtype))
-        if drafter.draft_ids is None:
-            logits = logits[..., : self.view.vocab_size]  # rows the target does not have are padding
-        return logits, out.last_hidden_state
+        return drafter.logits(self.view, out.last_hidden_state), out.last_hidden_state
 
     def _take_pending(self) -> dict:
         """The waiting features as one left-justified piece (arguments of `forward`), which are then known."""
@@ -194,25 +189,3 @@ class BlockSession(Session):
             "feature_positions": positions.to(weight.device),
             "counts": counts,
         }
-
-    def _draw(self, logits: Tensor, context: Context) -> tuple[Tensor, Law]:
-        """Tokens [B, D] drawn from each slot's marginal under the request's warpers, and that law."""
-        batch, depth, width = logits.shape
-        ids = self.drafter.draft_ids
-        # Warpers are written for the target's vocabulary; a reduced or padded one takes part with -inf elsewhere.
-        if ids is None:
-            scores = F.pad(logits, (0, self.view.vocab_size - width), value=-math.inf)
-        else:
-            scores = logits.new_full((batch, depth, self.view.vocab_size), -math.inf).index_copy_(-1, ids, logits)
-        scores = context.warp(scores)
-        scores = scores[..., :width] if ids is None else scores[..., ids]
-        # Warpers that leave nothing of this vocabulary: any law that is told exactly will do.
-        scores = torch.where(scores.amax(-1, keepdim=True) == -math.inf, logits, scores)
-        probs = scores.softmax(-1, dtype=torch.float32)
-        drawn = sample(probs, torch.rand(batch, depth, device=probs.device))  # token 0 of a network that says NaN
-        law = Law(probs, None if ids is None else ids.expand_as(probs), torch.ones(batch, dtype=torch.bool))
-        return self._target_ids(drawn), law
-
-    def _target_ids(self, tokens: Tensor) -> Tensor:
-        ids = self.drafter.draft_ids
-        return tokens if ids is None else ids[tokens]
