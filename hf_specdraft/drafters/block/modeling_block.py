@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +13,18 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwe
 from transformers.utils import ModelOutput
 
 from ...heads import HeadedDrafter
+from ...training.records import TrainingBatch, Unrolled
 from .. import register
 from ..base import TargetView
 from . import dialects
 from .configuration_block import BlockConfig
 from .session_block import BlockSession, ContextCache
+from .unroll_block import unroll_block
+from .visibility import visible
+
+# [B, 1, S, C + S] bool, None where every slot sees every key, or what attends in the place of torch's attention:
+# (queries [B, heads, S, head_dim], keys, values [B, kv heads, C + S, head_dim]) -> [B, heads, S, head_dim].
+Mask = Tensor | None | Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class BlockRotaryEmbedding(Qwen3RotaryEmbedding):
@@ -52,12 +61,13 @@ class BlockAttention(nn.Module):
         keys = self.k_norm(self.k_proj(x).view(heads)).transpose(1, 2)
         return rotate(keys, rope), self.v_proj(x).view(heads).transpose(1, 2)
 
-    def forward(self, x: Tensor, rope, past: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, rope, past: tuple[Tensor, Tensor] | None, mask: Mask) -> Tensor:
         queries = self.q_norm(self.q_proj(x).view(*x.shape[:-1], -1, self.head_dim)).transpose(1, 2)
         keys, values = self.keys_values(x, rope)
         if past is not None:
             keys, values = torch.cat((past[0], keys), dim=2), torch.cat((past[1], values), dim=2)
-        out = F.scaled_dot_product_attention(rotate(queries, rope), keys, values, attn_mask=mask, enable_gqa=True)
+        attend = mask if callable(mask) else partial(F.scaled_dot_product_attention, attn_mask=mask, enable_gqa=True)
+        out = attend(rotate(queries, rope), keys, values)
         return self.o_proj(out.transpose(1, 2).flatten(2))  # [B, S, H]
 
 
@@ -69,7 +79,7 @@ class BlockLayer(nn.Module):
         self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(self, x: Tensor, rope, past: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, rope, past: tuple[Tensor, Tensor] | None, mask: Mask) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rope, past, mask)
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -80,26 +90,6 @@ class BlockOutput(ModelOutput):
 
     last_hidden_state: Tensor | None = None
     logits: Tensor | None = None
-
-
-def visible(config: BlockConfig, layer_type: str, block: Tensor, context: Tensor) -> Tensor:
-    """Which keys each slot sees: [B, 1, S, C + S] bool.
-
-    block: [B, S] positions of the slots, the anchor first. context: [B, C] positions of the context keys, -1 unused.
-    """
-    keys = torch.cat((context, block), dim=1)[:, None]  # [B, 1, C + S]
-    queries = block[:, :, None]  # [B, S, 1]
-    seen = (keys >= 0).expand(-1, block.shape[1], -1)
-    if layer_type == "sliding_attention":
-        if config.sliding_rule == "distance":
-            seen = seen & ((queries - keys).abs() <= config.sliding_window)
-        elif config.sliding_rule == "anchor":
-            seen = seen & (keys >= block[:, :1, None] - config.sliding_window)
-        elif config.sliding_rule == "query":
-            seen = seen & (keys > queries - config.sliding_window)
-        if config.sliding_causal:
-            seen = seen & (keys <= queries)
-    return seen[:, None]
 
 
 @register
@@ -168,6 +158,10 @@ class BlockDrafter(HeadedDrafter):
         # The target's vocabulary may be padded further: an id without a row is as good as unknown.
         return self.embed_tokens(ids.where(ids < self.config.vocab_size, self.config.mask_token_id))
 
+    def unroll(self, view: TargetView, batch: TrainingBatch, **options) -> Unrolled:
+        """One block at each of many anchors; options are `unroll_block`'s."""
+        return unroll_block(self, view, batch, **options)
+
     @classmethod
     def dialect_of(cls, config: dict) -> str | None:
         return dialects.dialect_of(config)
@@ -188,7 +182,7 @@ class BlockDrafter(HeadedDrafter):
         feature_positions: Tensor | None = None,
         position_ids: Tensor | None = None,
         cache: ContextCache | None = None,
-        attention_mask: dict[str, Tensor] | None = None,
+        attention_mask: dict[str, Mask] | None = None,
         inputs_embeds: Tensor | None = None,
         counts: list[int] | None = None,
         slots: slice = slice(None),
@@ -203,7 +197,7 @@ class BlockDrafter(HeadedDrafter):
         cache: earlier context. It is extended by `features`; without it the pass sees `features` alone.
         slots: the slots to return, all by default.
         head: whether to make the logits of an own head.
-        attention_mask: layer type -> [B, 1, S, C + S] bool, for packed training; by default from the positions.
+        attention_mask: layer type -> Mask, for packed training; by default from the positions.
         """
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         positions, is_ragged, context = x.new_zeros(x.shape[0], 0, dtype=torch.long), False, None
