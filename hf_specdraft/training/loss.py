@@ -1,0 +1,239 @@
+"""A drafter's training loss, its vocabulary side computed a few anchors at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+from ..drafters.base import Drafter, TargetView
+from . import objectives
+from .objectives import OBJECTIVES, WEIGHTINGS
+from .records import TrainingBatch
+
+NORMALISATIONS = ("weights", "count", "anchors")
+
+
+class DraftLoss:
+    """Weighted sum of objectives over the slots that a drafter unrolls.
+
+    terms: an objective, or objective -> its weight, or a dict of its weight and its options, as in a recipe:
+        "ce", {"ce": 0.1, "tv": 1.8} or {"forward_kl": {"weight": 1.0, "temperature": 2.0}}. See objectives.py. The published
+        order of AdaFlash's clip, after dividing by the number of slots of the batch, is the option `mean_clip`.
+    weighting: how slots weigh: a name, or {name: options}: "uniform", {"decay": {"gamma": 4}}, "geometric", "dpace".
+    normalise: what the sum is divided by: "weights" of the slots, "count" of the slots, or "anchors".
+    chunk_size: anchors whose logits exist at a time; None for as many as `chunk_bytes` of float32 logits allow. A few
+        tensors of that size live at once.
+    teacher_metrics: compute the target's law for the metrics even where no term asks for it.
+    Raises ValueError for unknown names and options.
+    """
+
+    def __init__(
+        self,
+        terms: str | dict[str, float | dict[str, Any]],
+        weighting: str | dict[str, dict[str, Any]] = "uniform",
+        normalise: str = "weights",
+        chunk_size: int | None = None,
+        chunk_bytes: int = 256 * 2**20,
+        teacher_metrics: bool = False,
+    ):
+        terms, weighting = ({given: {}} if isinstance(given, str) else given for given in (terms, weighting))
+        if not isinstance(terms, dict) or not terms:
+            raise ValueError(f"a loss is objectives and their weights, not {terms!r}; known are {', '.join(OBJECTIVES)}")
+        if not isinstance(weighting, dict) or len(weighting) != 1:
+            raise ValueError(f"a weighting is one name, or one {{name: options}}, not {weighting!r}")
+        if normalise not in NORMALISATIONS:
+            raise ValueError(f"normalise must be one of {', '.join(NORMALISATIONS)}, got {normalise!r}")
+        if chunk_size is not None and chunk_size < 1:
+            raise ValueError(f"chunk_size must be at least 1 anchor, got {chunk_size}")
+        self.terms = {name: _Term(name, options) for name, options in terms.items()}
+        ((name, options),) = weighting.items()
+        self.weighting = objectives.resolve("weighting", WEIGHTINGS, name, options or {})
+        self.reads_label_probs = name not in objectives.WITHOUT_LABEL_PROBS
+        self.normalise = normalise
+        self.chunk_size, self.chunk_bytes = chunk_size, chunk_bytes
+        self.teacher_metrics = teacher_metrics
+
+    @property
+    def needs_law(self) -> bool:
+        """Whether `batch.last_hidden` and `law` must be given."""
+        return self.teacher_metrics or any(name not in objectives.WITHOUT_TEACHER for name in self.terms)
+
+    def __call__(
+        self,
+        drafter: Drafter,
+        view: TargetView,
+        batch: TrainingBatch,
+        law: Callable[[Tensor, Tensor | None], Tensor] | None = None,
+        *,
+        denominator: Tensor | float | None = None,
+        **unroll_options,
+    ) -> dict[str, Any]:
+        """Unroll the drafter along a batch and compare it with the text and the target's law.
+
+        law: (last hidden states [..., Ht], draft token ids [K] or None) -> the target's logits [..., V or K].
+        denominator: divide by this instead of this batch's own denominator.
+        unroll_options: go to `drafter.unroll`.
+
+        A mean of means is not the mean when micro-batches or ranks hold different numbers of slots. Exact is: sum the
+        denominators of everything that makes one optimiser step and give the sum to each part (with DDP, which
+        averages, times 1 / ranks). Where it is not known beforehand (sampled anchors, D-PACE), give 1, and divide the
+        accumulated gradients by the sum before the step: they are linear in it.
+
+        Returns tensors, and waits for no device:
+            loss: scalar, numerator / denominator. numerator, denominator: scalars without gradient, to add up.
+            terms: by objective, and by the drafter's own losses, the part of the loss before its weight.
+            slot_correct, slot_count: [S] slots whose best token is the teacher's best (the text's where no law is
+                computed), and slots that count. A token outside the drafter's vocabulary is never drafted correctly.
+            matches: [A, S] bool, slots that count and whose best token is the text's, for `simulation.simulate`.
+            anchors: [A] where they stand (Unrolled).
+            accepted: mean over anchors of the length of the matching prefix.
+            slot_acceptance: [S], only with teacher_metrics: sum of min(p, q) over the slots that count.
+        """
+        if self.needs_law and (law is None or batch.last_hidden is None):
+            raise ValueError(
+                f"the loss compares with the target's law ({', '.join(self.terms)}), but the batch has no last_hidden "
+                "or no law was given; build the features with law=True, or train on ce alone"
+            )
+        unrolled = drafter.unroll(view, batch, **unroll_options)
+        hidden, mask, ids = unrolled.hidden, unrolled.mask, drafter.draft_token_ids
+        width = view.vocab_size if ids is None else len(ids)
+        labels = _places(unrolled.labels, ids).where(mask, -1)
+        rows = unrolled.rows.where(mask, 0)
+        states = batch.last_hidden.flatten(0, 1) if self.needs_law else None
+        count = mask.sum()
+
+        def score(hidden: Tensor, part: slice) -> tuple:
+            draft = _precise(drafter.logits(view, hidden))
+            teacher = None
+            if states is not None:
+                with torch.no_grad():
+                    teacher = _precise(law(states[rows[part]], ids))
+            return self._score(draft, teacher, labels[part], mask[part], count)
+
+        size = self.chunk_size or max(1, self.chunk_bytes // (4 * width * mask.shape[1]))
+        parts = [slice(i, i + size) for i in range(0, len(hidden), size)]
+        numerator, scores = _walk(score, hidden, parts, lambda: drafter.logits(view, hidden[:1, :1].detach()))
+        terms, weights, correct, matches, accepts = ([s[i] for s in scores] for i in range(5))
+
+        own = {"weights": sum(weights, torch.zeros((), device=hidden.device)), "count": count}
+        own = own.get(self.normalise, mask[:, 0].sum()).float().clamp(min=torch.finfo(torch.float32).tiny)
+        # The drafter's own losses are means already; weighted by the denominator they average like all others.
+        numerator = numerator + own * sum(unrolled.losses.values())
+        matches = torch.cat(matches) if matches else mask
+        metrics = {
+            "loss": numerator / (own if denominator is None else denominator),
+            "numerator": numerator.detach(),
+            "denominator": own,
+            "terms": {
+                **{name: sum(t[i] for t in terms) / own for i, name in enumerate(self.terms)},
+                **{name: value.detach() for name, value in unrolled.losses.items()},
+            },
+            "slot_correct": sum(correct, torch.zeros(mask.shape[1], device=hidden.device)),
+            "slot_count": mask.sum(0),
+            "matches": matches,
+            "anchors": unrolled.anchors,
+            "accepted": matches.long().cumprod(1).sum() / mask[:, 0].sum().clamp(min=1),
+        }
+        if self.teacher_metrics:
+            metrics["slot_acceptance"] = sum(accepts, torch.zeros(mask.shape[1], device=hidden.device))
+        return metrics
+
+    def _score(self, draft: Tensor, teacher: Tensor | None, labels: Tensor, mask: Tensor, count: Tensor) -> tuple:
+        """Of one chunk [a, S]: its part of the numerator, and without gradient that of each term, the weights' sum, the
+        correct slots [S], the slots matching the text [a, S] and the acceptance [S] (None without teacher_metrics)."""
+        if teacher is not None and teacher.shape[-1] != draft.shape[-1]:
+            # Heads of one tokenizer are padded to different sizes; no token stands for the rows beyond.
+            common = min(teacher.shape[-1], draft.shape[-1])
+            draft, teacher = draft[..., :common], teacher[..., :common]
+        labels = labels.where(labels < draft.shape[-1], -1)
+        values = {name: term(draft, teacher, labels, count) for name, term in self.terms.items()}
+        label_probs = None
+        if self.reads_label_probs:
+            surprise = values["ce"] if "ce" in values else objectives.ce(draft.detach(), None, labels)
+            label_probs = (-surprise.detach()).exp().where(labels >= 0, 0)
+        weights = self.weighting(mask, label_probs)
+        numerator = sum((weights * value).sum() * self.terms[name].weight for name, value in values.items())
+        with torch.no_grad():
+            best = draft.argmax(-1)
+            matches = best == labels  # masked slots have no label
+            goals = labels if teacher is None else teacher.argmax(-1).where(labels >= 0, -1)
+            terms = [(weights * value).sum() for value in values.values()]
+            accepts = (objectives.acceptance(draft, teacher) * mask).sum(0) if self.teacher_metrics else None
+            return numerator, terms, weights.sum(), (best == goals).sum(0), matches, accepts
+
+
+class _Term:
+    """An objective, its options set, and its weight."""
+
+    def __init__(self, name: str, options: float | dict[str, Any]):
+        options = dict(options) if isinstance(options, dict) else {"weight": options}
+        self.weight = options.pop("weight", 1.0)
+        if not isinstance(self.weight, (int, float)) or isinstance(self.weight, bool):
+            raise ValueError(f"the weight of objective {name} must be a number, got {self.weight!r}")
+        self.mean_clip = options.pop("mean_clip", None)
+        if self.mean_clip is not None:
+            if "clip" in options:
+                raise ValueError(f"objective {name} takes clip or mean_clip, not both")
+            objectives.resolve("objective", OBJECTIVES, name, {"clip": self.mean_clip})
+        self.objective = objectives.resolve("objective", OBJECTIVES, name, options)
+
+    def __call__(self, draft: Tensor, teacher: Tensor | None, labels: Tensor, count: Tensor) -> Tensor:
+        clip = {} if self.mean_clip is None else {"clip": self.mean_clip * count}
+        return self.objective(draft, teacher, labels, **clip)
+
+
+def _precise(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def _places(labels: Tensor, ids: Tensor | None) -> Tensor:
+    """Target ids as indices into the ascending `ids` [K], -1 for those not among them."""
+    if ids is None:
+        return labels
+    places = torch.searchsorted(ids, labels).clamp(max=len(ids) - 1)
+    return places.where(ids[places] == labels, -1)
+
+
+class _Attach(torch.autograd.Function):
+    """A value whose gradient in `hidden` is known already."""
+
+    @staticmethod
+    def forward(ctx, value: Tensor, hidden: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        return value.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, upstream: Tensor) -> tuple:
+        (gradient,) = ctx.saved_tensors
+        return None, gradient * upstream.to(gradient.dtype), None
+
+
+def _walk(score: Callable, hidden: Tensor, parts: list[slice], probe: Callable) -> tuple[Tensor, list]:
+    """Sum of the first result of `score(hidden[part], part)` over the parts, and the other results of each.
+
+    The logits of more than one part never exist at once, in backward neither. Where no weight of the head learns
+    (`probe`, a call of it on a detached input, has no gradient) each part's gradient in `hidden` is taken at once, so
+    that the head runs once; else the parts are computed again in backward, which FSDP and DeepSpeed can follow.
+    """
+    if not parts:
+        return hidden.sum() * 0.0, []
+    if not (torch.is_grad_enabled() and len(parts) > 1):
+        scores = [score(hidden[part], part) for part in parts]
+        return sum(s[0] for s in scores), [s[1:] for s in scores]
+    if probe().requires_grad:
+        scores = [checkpoint(score, hidden[part], part, use_reentrant=False) for part in parts]
+        return sum(s[0] for s in scores), [s[1:] for s in scores]
+    total, rest, gradient = 0.0, [], torch.empty_like(hidden)
+    for part in parts:
+        leaf = hidden[part].detach().requires_grad_()
+        value, *others = score(leaf, part)
+        (gradient[part],) = torch.autograd.grad(value, leaf)
+        total = total + value.detach()
+        rest.append(others)
+    return _Attach.apply(total, hidden, gradient), rest
