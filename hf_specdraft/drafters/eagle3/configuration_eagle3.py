@@ -1,0 +1,143 @@
+"""The one internal form of every EAGLE-3 dialect."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedConfig
+
+from ...heads import HeadConfig
+from ..block.configuration_block import ROPE_TYPES
+
+
+class Eagle3Config(HeadConfig):
+    """EAGLE-3 (2503.01840): one transformer layer, autoregressive over (target's state at t, embedding of token t + 1).
+
+    Row t predicts token t + 2. Beyond the target's states, a row's own output stands in for the state of the next. Only
+    differences of positions act (the angles are rotary), so whether rows count from 0 or 1 is no setting.
+
+    num_hidden_layers: layers; those after the first are plain ones.
+    target_layer_ids: zero-based target layers whose OUTPUT is read, in order; -1 is the embedding output.
+    reads_final: read the state that the target's head reads (after the final norm) as well, behind the others. Needs
+        num_target_layers.
+    target_hidden_size: the target's hidden size, None when it equals `hidden_size`.
+    num_target_layers: depth of the target the drafter was made for, None when the checkpoint does not say.
+    own_embeddings: whether the checkpoint holds them; otherwise the target's are used.
+    qk_norm: norms of each head's queries and keys, as Qwen3 has them.
+    fc_norm: one norm for each state read. norm_before_fc: instead, one norm over all of them together.
+    norm_before_residual: whether the residual starts from the normed state.
+    norm_output: whether the state fed to the next step is the normed one (EAGLE-3.1), what the head reads.
+    tree_width: nodes expanded a level, and children each of them gets, when trees are drafted (EAGLE-2, 2406.16858).
+    draft_sampling: when the request samples, draw chains from the drafter's warped law (and verify by it) instead of
+        taking the argmax. Trees hold the likeliest tokens either way.
+    """
+
+    model_type = "specdraft_eagle3"
+    ignore_keys_at_rope_validation = {"partial_rotary_factor"}
+
+    # Llama-3.1-8B's published drafter.
+    hidden_size: int = 4096
+    intermediate_size: int = 14336
+    num_hidden_layers: int = 1
+    num_attention_heads: int = 32
+    num_key_value_heads: int = 8
+    head_dim: int = 128
+    hidden_act: str = "silu"
+    rms_norm_eps: float = 1e-5
+    attention_bias: bool = False
+    max_position_embeddings: int = 2048
+    rope_parameters: dict | None = None
+    initializer_range: float = 0.02
+
+    target_layer_ids: list[int] | tuple[int, ...] = (1, 15, 28)
+    reads_final: bool = False
+    target_hidden_size: int | None = None
+    num_target_layers: int | None = None
+    own_embeddings: bool = False
+    qk_norm: bool = False
+    fc_norm: bool = False
+    norm_before_fc: bool = False
+    norm_before_residual: bool = False
+    norm_output: bool = False
+
+    num_assistant_tokens: int = 5
+    tree_width: int = 8
+    draft_sampling: bool = True
+
+    def __post_init__(self, **kwargs):
+        self.target_layer_ids = list(self.target_layer_ids)
+        if self.target_hidden_size is None:
+            self.target_hidden_size = self.hidden_size
+        super().__post_init__(**kwargs)
+        if self.reads_final and self.num_target_layers is None:
+            raise ValueError("reads_final needs num_target_layers, to know which state is the target's last")
+        if not self.feature_layers:
+            raise ValueError("target_layer_ids is empty and reads_final off: the drafter would read nothing")
+        if self.fc_norm and self.norm_before_fc:
+            raise ValueError("fc_norm and norm_before_fc are two norms for the same place; set one of them")
+        if self.own_embeddings and self.vocab_size is None:
+            raise ValueError("own embeddings need vocab_size")
+        if self.tree_width < 1:
+            raise ValueError(f"tree_width must be at least 1, got {self.tree_width}")
+        if self.rope_parameters["rope_type"] not in ROPE_TYPES:
+            raise ValueError(
+                f"rope_type {self.rope_parameters['rope_type']!r} is not supported ({', '.join(ROPE_TYPES)} are): its "
+                "angles depend on the length, and the context's keys are cached"
+            )
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """The layers read, in the order of `fc`'s columns."""
+        return (*self.target_layer_ids, *([self.num_target_layers - 1] if self.reads_final else []))
+
+    @classmethod
+    def for_target(cls, target_config: PreTrainedConfig, **overrides) -> Eagle3Config:
+        """A drafter as wide as the target, reading a low, a middle and a high layer and the final state.
+
+        Raises ValueError for what the config refuses.
+        """
+        text = target_config.get_text_config()
+        heads, layers = text.num_attention_heads, text.num_hidden_layers
+        rope = getattr(text, "rope_parameters", None) or {}
+        values = dict(
+            vocab_size=text.vocab_size,
+            hidden_size=text.hidden_size,
+            intermediate_size=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+            num_attention_heads=heads,
+            num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
+            head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+            max_position_embeddings=text.max_position_embeddings,
+            rope_parameters={"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)},
+            # The paper's three, for targets deep enough to have them.
+            target_layer_ids=sorted({min(1, layers - 2), layers // 2 - 1, max(layers - 4, -1)}),
+            reads_final=True,
+            num_target_layers=layers,
+            fc_norm=True,
+            norm_output=True,
+            target_name=getattr(target_config, "_name_or_path", None) or None,
+        )
+        return cls(**{**values, **overrides})
+
+    @classmethod
+    def tiny(cls, **overrides) -> Eagle3Config:
+        """Own embeddings, a reduced head, two layers and most norms, for a target of two layers or more, hidden size 32
+        and 64 tokens."""
+        vocab_size = overrides.get("vocab_size", 64)
+        values = dict(
+            vocab_size=vocab_size,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            max_position_embeddings=256,
+            target_layer_ids=[-1, 0],
+            own_embeddings=True,
+            own_head=True,
+            draft_vocab_size=vocab_size - vocab_size // 4,
+            qk_norm=True,
+            fc_norm=True,
+            norm_output=True,
+            num_assistant_tokens=3,
+            tree_width=3,
+        )
+        return cls(**{**values, **overrides})

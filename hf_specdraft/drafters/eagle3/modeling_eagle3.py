@@ -1,0 +1,233 @@
+"""The network of the EAGLE-3 family. Weights only: keys and values live in a session's cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
+from transformers.utils import ModelOutput
+
+from ...heads import HeadedDrafter
+from .. import register
+from ..base import TargetView
+from ..block.modeling_block import BlockRotaryEmbedding, rotate
+from .configuration_eagle3 import Eagle3Config
+from .session_eagle3 import Eagle3Session
+from .unroll_eagle3 import unroll_eagle3
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ...training.records import TrainingBatch, Unrolled
+
+# (cos, sin), each [B, T, R].
+Rope = tuple[Tensor, Tensor]
+
+
+class Eagle3Attention(nn.Module):
+    def __init__(self, config: Eagle3Config, width: int):
+        super().__init__()
+        self.head_dim = config.head_dim
+        q_width, kv_width = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+        self.q_proj = nn.Linear(width, q_width, bias=config.attention_bias)
+        self.k_proj = nn.Linear(width, kv_width, bias=config.attention_bias)
+        self.v_proj = nn.Linear(width, kv_width, bias=config.attention_bias)
+        self.o_proj = nn.Linear(q_width, config.hidden_size, bias=config.attention_bias)
+        norm = nn.RMSNorm if config.qk_norm else nn.Identity
+        self.q_norm, self.k_norm = (norm(config.head_dim, eps=config.rms_norm_eps) for _ in range(2))
+
+    def queries(self, x: Tensor, rope: Rope) -> Tensor:
+        """[B, T, W] -> [B, heads, T, head_dim]."""
+        return rotate(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim))).transpose(1, 2), rope)
+
+    def keys_values(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+        """[B, T, W] -> keys and values [B, kv heads, T, head_dim]."""
+        keys = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
+        return rotate(keys, rope), self.v_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+
+class Eagle3Layer(nn.Module):
+    """Attention comes between `read` and `write`, because decoding and training attend to different things."""
+
+    def __init__(self, config: Eagle3Config, first: bool):
+        super().__init__()
+        self.self_attn = Eagle3Attention(config, (1 + first) * config.hidden_size)
+        self.mlp = Qwen3MLP(config)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps) if first else None
+        self.norm_before_residual = config.norm_before_residual
+
+    def read(self, x: Tensor, embeds: Tensor) -> tuple[Tensor, Tensor]:
+        """(residual, what attention projects). The first layer's projections read the embedding and the state."""
+        if self.hidden_norm is None:
+            return x, self.input_layernorm(x)
+        normed = self.hidden_norm(x)
+        return normed if self.norm_before_residual else x, torch.cat((self.input_layernorm(embeds), normed), dim=-1)
+
+    def write(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """residual [B, T, H], attended [B, T, heads * head_dim] -> the layer's output [B, T, H]."""
+        x = residual + self.self_attn.o_proj(attended)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+@dataclass
+class Eagle3Output(ModelOutput):
+    """last_hidden_state: [B, T, H] after the final norm, what the head reads. state: [B, T, H], what stands in for the
+    target's features in the next step."""
+
+    last_hidden_state: Tensor | None = None
+    state: Tensor | None = None
+
+
+@register
+class Eagle3Drafter(HeadedDrafter):
+    """EAGLE-3 and its dialects in one internal form."""
+
+    config_class = Eagle3Config
+    main_input_name = "inputs_embeds"
+    is_sequential = True
+    supports_gradient_checkpointing = False
+    _supports_sdpa = True
+    _no_split_modules = ["Eagle3Layer"]
+
+    def __init__(self, config: Eagle3Config):
+        super().__init__(config)
+        self.feature_layers = config.feature_layers
+        read, width = len(self.feature_layers), config.target_hidden_size
+        if config.own_embeddings:
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(nn.RMSNorm(width, eps=config.rms_norm_eps) for _ in range(read))
+        if config.norm_before_fc:
+            self.input_norm = nn.RMSNorm(read * width, eps=config.rms_norm_eps)
+        self.fc = nn.Linear(read * width, config.hidden_size, bias=False)
+        self.layers = nn.ModuleList(Eagle3Layer(config, index == 0) for index in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = BlockRotaryEmbedding(config)
+        self.add_head()
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module | None:
+        return getattr(self, "embed_tokens", None)
+
+    def check(self, view: TargetView) -> None:
+        config = self.config
+        super().check(view)
+        remedy = f"load the target named in drafter.config.target_name ({config.target_name})"
+        if config.target_hidden_size != view.hidden_size:
+            raise ValueError(
+                f"drafter was built for hidden_size {config.target_hidden_size} but the target has {view.hidden_size}; "
+                f"{remedy}"
+            )
+        if not config.own_embeddings and config.hidden_size != view.hidden_size:
+            raise ValueError(
+                f"drafter of hidden_size {config.hidden_size} borrows the embedding of a target of hidden_size "
+                f"{view.hidden_size}; {remedy}, or give the drafter its own (own_embeddings=True)"
+            )
+        if config.num_target_layers not in (None, view.num_layers):
+            raise ValueError(
+                f"drafter was built for a target of {config.num_target_layers} layers but the target has "
+                f"{view.num_layers}; {remedy}"
+            )
+        if view.num_layers - 1 in config.target_layer_ids:
+            raise ValueError(
+                f"drafter reads layer {view.num_layers - 1}, the target's last, whose output transformers only gives "
+                "after the final norm, not as it leaves the layer; use a drafter that reads earlier layers, or train "
+                "one with reads_final"
+            )
+
+    def start(self, view: TargetView, batch: int) -> Eagle3Session:
+        return Eagle3Session(self, view, batch)
+
+    @torch.no_grad()
+    def initialise_from(self, target: PreTrainedModel) -> Eagle3Drafter:
+        """Start from what the target knows: its embeddings where the drafter has its own, hidden states of the size its
+        head is used to, and, with reads_final, its final state passed on as it is. Returns the drafter.
+
+        An own head is made by `training.vocabulary.initialize_head`. Raises ValueError for a target that `check`
+        refuses.
+        """
+        view, config = TargetView(target), self.config
+        self.check(view)
+        if config.own_embeddings and config.hidden_size == view.hidden_size:
+            rows = min(config.vocab_size, view.vocab_size)
+            self.embed_tokens.weight[:rows] = view.embed(torch.arange(rows, device=view.device)).to(
+                self.embed_tokens.weight
+            )
+        # The final norm's weights are not public, but the size of what leaves it is; tokens from everywhere will do.
+        ids = torch.linspace(0, view.vocab_size - 1, 64, device=view.device).long()[None]
+        states = target(input_ids=ids, output_hidden_states=[view.num_layers]).hidden_states[-1]
+        size = float(states.float().square().mean(-1).sqrt().mean())
+        self.norm.weight.fill_(size)
+        if config.reads_final and config.hidden_size == view.hidden_size:
+            self.fc.weight.zero_()
+            passed = self.fc.weight[:, -view.hidden_size :]
+            passed.fill_diagonal_(size if config.fc_norm else 1.0)
+        return self
+
+    def embed(self, ids: Tensor, view: TargetView) -> Tensor:
+        """[...] target token ids -> [..., H], by the own embedding or the target's."""
+        if not self.config.own_embeddings:
+            return view.embed(ids).detach().to(self.device, self.dtype)
+        # The target's vocabulary may be padded further: an id without a row is as good as unknown.
+        return self.embed_tokens(ids.where(ids < self.config.vocab_size, 0))
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """[..., n * Ht] of the target's states -> [..., H]."""
+        if self.config.fc_norm:
+            parts = features.chunk(len(self.fc_norm), dim=-1)
+            features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts)], dim=-1)
+        if self.config.norm_before_fc:
+            features = self.input_norm(features)
+        return self.fc(features)
+
+    def finish(self, x: Tensor) -> Eagle3Output:
+        """The last layer's output -> what the head reads, and what the next step does."""
+        hidden = self.norm(x)
+        return Eagle3Output(hidden, hidden if self.config.norm_output else x)
+
+    def draft_pass(
+        self,
+        inputs_embeds: Tensor,
+        rope: Rope,
+        features: Tensor | None = None,
+        state: Tensor | None = None,
+        past: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
+        attention_mask: list[Tensor | None] | None = None,
+        rows: Tensor | None = None,
+    ) -> Eagle3Output:
+        """One drafting pass over T rows.
+
+        inputs_embeds: [B, T, H] embeddings of each row's token. rope: `rotary_emb` of the rows' positions.
+        features: [B, T, n * Ht] the target's states at the token before each row's; or state: [B, T, H], an earlier
+            pass's, in their place.
+        past: (layer, keys, values) of these rows -> all keys and values [B, kv heads, L, head_dim] to attend to; by
+            default the rows' own.
+        attention_mask: per layer [B, 1, T, L] bool, None where every row sees every key; by default for all layers.
+        rows: [B] the one row of each batch row whose output is wanted (its last layer's mask is [B, 1, 1, L]).
+        """
+        x = self.fuse(features) if state is None else state
+        for index, layer in enumerate(self.layers):
+            residual, normed = layer.read(x, inputs_embeds)
+            keys, values = layer.self_attn.keys_values(normed, rope)
+            if past is not None:
+                keys, values = past(index, keys, values)
+            if rows is not None and index == len(self.layers) - 1:
+                residual, normed, *rope = (
+                    part[torch.arange(len(x)), rows][:, None] for part in (residual, normed, *rope)
+                )
+            mask = None if attention_mask is None else attention_mask[index]
+            queries = layer.self_attn.queries(normed, rope)
+            attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
+            x = layer.write(residual, attended.transpose(1, 2).flatten(2))
+        return self.finish(x)
+
+    def unroll(self, view: TargetView, batch: TrainingBatch, **options) -> Unrolled:
+        """Training-time test; options are those of `unroll_eagle3`."""
+        return unroll_eagle3(self, view, batch, **options)
