@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from transformers import PreTrainedConfig
+
 from ...heads import HeadConfig
 
 # What the window of a "sliding_attention" layer hides (positions are absolute, W = sliding_window, i query, j key).
@@ -127,6 +131,39 @@ class BlockConfig(HeadConfig):
         return self.sliding_causal or self.sliding_rule != "unbounded"
 
     @classmethod
+    def for_target(cls, target_config: PreTrainedConfig, tokenizer: Any = None, **overrides) -> BlockConfig:
+        """A new drafter for a target: its widths, heads and rotary angles (those of full attention, without a scaling
+        that depends on the length), as many layers and as many of its states as DFlash has.
+
+        tokenizer: the target's, which `mask_token_for` chooses mask_token_id from when that is not given.
+        overrides: fields that are to be different.
+        """
+        text = target_config.get_text_config()
+        layers = overrides.get("num_hidden_layers", cls.num_hidden_layers)
+        heads = getattr(text, "num_attention_heads", None) or max(1, text.hidden_size // 64)
+        values = dict(
+            vocab_size=text.vocab_size,
+            bos_token_id=text.bos_token_id,
+            eos_token_id=text.eos_token_id,
+            pad_token_id=text.pad_token_id,
+            hidden_size=text.hidden_size,
+            intermediate_size=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+            num_attention_heads=heads,
+            num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
+            head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+            rms_norm_eps=getattr(text, "rms_norm_eps", None) or cls.rms_norm_eps,
+            max_position_embeddings=getattr(text, "max_position_embeddings", None) or cls.max_position_embeddings,
+            rope_parameters=_rope_of(text),
+            target_layer_ids=tapped_layers(text.num_hidden_layers, layers),
+            num_target_layers=text.num_hidden_layers,
+            target_hidden_size=text.hidden_size,
+            target_name=target_config.name_or_path or None,
+        )
+        if "mask_token_id" not in overrides:
+            values["mask_token_id"] = mask_token_for(tokenizer, text.vocab_size)
+        return cls(**{**values, **overrides})
+
+    @classmethod
     def tiny(cls, **overrides) -> BlockConfig:
         """Own embeddings, a reduced head, one sliding and one full layer, for a target of two layers or more, hidden
         size 32 and 64 tokens."""
@@ -154,3 +191,43 @@ class BlockConfig(HeadConfig):
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ValueError(message)
+
+
+def tapped_layers(target_layers: int, draft_layers: int) -> list[int]:
+    """The target layers that DFlash reads, spread from the second to the last but two; the middle one for a drafter of
+    one layer. Small targets give fewer. The last layer is never read: its output is had only behind the final norm."""
+    if draft_layers == 1:
+        ids = [target_layers // 2]
+    else:
+        ids = [round(1 + i * (target_layers - 4) / (draft_layers - 1)) for i in range(draft_layers)]
+    return sorted({max(-1, min(layer, target_layers - 2)) for layer in ids})
+
+
+def mask_token_for(tokenizer: Any, vocab_size: int) -> int:
+    """A token that no text holds: the tokenizer's mask token; else the first row of the embedding beyond its tokens;
+    else its last special token that has no role and is not in the chat template. ValueError when there is none."""
+    if tokenizer is None:
+        raise ValueError("mask_token_id is not given; give it, or the target's tokenizer to choose a token from")
+    if getattr(tokenizer, "mask_token_id", None) is not None:
+        return tokenizer.mask_token_id
+    if len(tokenizer) < vocab_size:
+        return len(tokenizer)
+    roles, template = set(tokenizer.all_special_ids), str(getattr(tokenizer, "chat_template", None) or "")
+    unused = [
+        id
+        for id, token in tokenizer.added_tokens_decoder.items()
+        if token.special and id not in roles and id < vocab_size and str(token) not in template
+    ]
+    if not unused:
+        raise ValueError(
+            "every token of the target's tokenizer may stand in a text; give mask_token_id, one that yours do not hold"
+        )
+    return max(unused)
+
+
+def _rope_of(text: PreTrainedConfig) -> dict:
+    rope = getattr(text, "rope_parameters", None) or {}
+    rope = dict(rope.get("full_attention") or rope)
+    if rope.get("rope_type", "default") not in ROPE_TYPES:
+        rope = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+    return {"rope_type": "default", "rope_theta": 10000.0, **rope}
