@@ -153,7 +153,7 @@ class BlockConfig(HeadConfig):
             head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
             rms_norm_eps=getattr(text, "rms_norm_eps", None) or cls.rms_norm_eps,
             max_position_embeddings=getattr(text, "max_position_embeddings", None) or cls.max_position_embeddings,
-            rope_parameters=_rope_of(text),
+            rope_parameters=rope_of(text),
             target_layer_ids=tapped_layers(text.num_hidden_layers, layers),
             num_target_layers=text.num_hidden_layers,
             target_hidden_size=text.hidden_size,
@@ -225,7 +225,8 @@ def mask_token_for(tokenizer: Any, vocab_size: int) -> int:
     return max(unused)
 
 
-def _rope_of(text: PreTrainedConfig) -> dict:
+def rope_of(text: PreTrainedConfig) -> dict:
+    """The rotary parameters of a target's full attention, of a type whose angles do not depend on the length."""
     rope = getattr(text, "rope_parameters", None) or {}
     rope = dict(rope.get("full_attention") or rope)
     if rope.get("rope_type", "default") not in ROPE_TYPES:

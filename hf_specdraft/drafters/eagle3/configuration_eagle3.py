@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from transformers import PreTrainedConfig
 
 from ...heads import HeadConfig
-from ..block.configuration_block import ROPE_TYPES
+from ..block.configuration_block import ROPE_TYPES, rope_of
 
 
 class Eagle3Config(HeadConfig):
@@ -89,30 +91,34 @@ class Eagle3Config(HeadConfig):
         return (*self.target_layer_ids, *([self.num_target_layers - 1] if self.reads_final else []))
 
     @classmethod
-    def for_target(cls, target_config: PreTrainedConfig, **overrides) -> Eagle3Config:
+    def for_target(cls, target_config: PreTrainedConfig, tokenizer: Any = None, **overrides) -> Eagle3Config:
         """A drafter as wide as the target, reading a low, a middle and a high layer and the final state.
 
-        Raises ValueError for what the config refuses.
+        tokenizer: not needed here. overrides: fields of the config. Raises ValueError for what the config refuses.
         """
         text = target_config.get_text_config()
-        heads, layers = text.num_attention_heads, text.num_hidden_layers
-        rope = getattr(text, "rope_parameters", None) or {}
+        heads = getattr(text, "num_attention_heads", None) or max(1, text.hidden_size // 64)
+        layers = text.num_hidden_layers
         values = dict(
             vocab_size=text.vocab_size,
+            bos_token_id=text.bos_token_id,
+            eos_token_id=text.eos_token_id,
+            pad_token_id=text.pad_token_id,
             hidden_size=text.hidden_size,
             intermediate_size=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
             num_attention_heads=heads,
             num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
             head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
-            max_position_embeddings=text.max_position_embeddings,
-            rope_parameters={"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)},
+            rms_norm_eps=getattr(text, "rms_norm_eps", None) or cls.rms_norm_eps,
+            max_position_embeddings=getattr(text, "max_position_embeddings", None) or cls.max_position_embeddings,
+            rope_parameters=rope_of(text),
             # The paper's three, for targets deep enough to have them.
             target_layer_ids=sorted({min(1, layers - 2), layers // 2 - 1, max(layers - 4, -1)}),
             reads_final=True,
             num_target_layers=layers,
             fc_norm=True,
             norm_output=True,
-            target_name=getattr(target_config, "_name_or_path", None) or None,
+            target_name=target_config.name_or_path or None,
         )
         return cls(**{**values, **overrides})
 

@@ -146,20 +146,22 @@ class Eagle3Drafter(HeadedDrafter):
         return Eagle3Session(self, view, batch)
 
     @torch.no_grad()
-    def initialise_from(self, target: PreTrainedModel) -> Eagle3Drafter:
-        """Start from what the target knows: its embeddings where the drafter has its own, hidden states of the size its
-        head is used to, and, with reads_final, its final state passed on as it is. Returns the drafter.
+    def initialise_from(self, target: PreTrainedModel, draft_ids: Tensor | None = None) -> Eagle3Drafter:
+        """Start from what the target knows: its embedding and head where the drafter has its own, hidden states of the
+        size that head is used to, and, with reads_final, its final state passed on as it is. Returns the drafter.
 
-        An own head is made by `training.vocabulary.initialize_head`. Raises ValueError for a target that `check`
-        refuses.
+        draft_ids: [K] target ids of a reduced head, by default those it has. Raises ValueError for a target that
+        `check` or `initialize_head` refuses.
         """
+        from ...training.vocabulary import initialize_head
+
         view, config = TargetView(target), self.config
         self.check(view)
         if config.own_embeddings and config.hidden_size == view.hidden_size:
-            rows = min(config.vocab_size, view.vocab_size)
-            self.embed_tokens.weight[:rows] = view.embed(torch.arange(rows, device=view.device)).to(
-                self.embed_tokens.weight
-            )
+            ids = torch.arange(min(config.vocab_size, view.vocab_size), device=view.device)
+            self.embed_tokens.weight[: len(ids)] = view.embed(ids).to(self.embed_tokens.weight)
+        if config.own_head:
+            initialize_head(self, view, self.draft_ids if draft_ids is None else draft_ids)
         # The final norm's weights are not public, but the size of what leaves it is; tokens from everywhere will do.
         ids = torch.linspace(0, view.vocab_size - 1, 64, device=view.device).long()[None]
         states = target(input_ids=ids, output_hidden_states=[view.num_layers]).hidden_states[-1]
@@ -220,7 +222,7 @@ class Eagle3Drafter(HeadedDrafter):
                 keys, values = past(index, keys, values)
             if rows is not None and index == len(self.layers) - 1:
                 residual, normed, *rope = (
-                    part[torch.arange(len(x)), rows][:, None] for part in (residual, normed, *rope)
+                    part[torch.arange(len(x), device=x.device), rows][:, None] for part in (residual, normed, *rope)
                 )
             mask = None if attention_mask is None else attention_mask[index]
             queries = layer.self_attn.queries(normed, rope)
@@ -228,6 +230,13 @@ class Eagle3Drafter(HeadedDrafter):
             x = layer.write(residual, attended.transpose(1, 2).flatten(2))
         return self.finish(x)
 
-    def unroll(self, view: TargetView, batch: TrainingBatch, **options) -> Unrolled:
-        """Training-time test; options are those of `unroll_eagle3`."""
-        return unroll_eagle3(self, view, batch, **options)
+    def unroll(
+        self,
+        view: TargetView,
+        batch: TrainingBatch,
+        steps: int | None = None,
+        anchors: int | None = 512,
+        generator: torch.Generator | None = None,
+    ) -> Unrolled:
+        """Training-time test, see `unroll_eagle3`."""
+        return unroll_eagle3(self, view, batch, steps, anchors, generator)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...training.anchors import choose_anchors, following
 from ...training.records import TrainingBatch, Unrolled
 from ..base import TargetView
 
@@ -21,33 +22,36 @@ def unroll_eagle3(
     view: TargetView,
     batch: TrainingBatch,
     steps: int | None = None,
-    anchors: int | None = None,
+    anchors: int | None = 512,
+    generator: torch.Generator | None = None,
 ) -> Unrolled:
-    """Drafts of `steps` tokens (by default num_assistant_tokens) from every place where decoding may draft.
+    """Drafts of `steps` tokens (by default num_assistant_tokens) from `anchors` anchors of each document (None: all).
 
-    Anchors are the target's own tokens that another one follows. anchors: at most so many a document, drawn at random.
-
-    Step i's row of an anchor sees the rows with features up to its own, and its own rows of steps 1 to i: what
-    decoding's cache holds. Raises ValueError for steps below 1 or a batch without features.
+    Step i's row of an anchor sees the rows with features up to the anchor's, and its own rows of steps 1 to i: what the
+    cache holds in decoding. generator: draws the anchors, see `choose_anchors`. Raises ValueError for steps below 1 or
+    a batch without features.
     """
     steps = drafter.config.num_assistant_tokens if steps is None else steps
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
     if batch.features is None:
         raise ValueError(
-            "the batch has no features; capture the target's layers that the drafter reads (feature_layers)"
+            "an EAGLE-3 drafter reads the target's hidden states, but the batch has none; fill in batch.features "
+            f"(layers {', '.join(map(str, drafter.feature_layers))}) first"
         )
+    batch = batch.to(drafter.device)
     ids, documents = batch.input_ids, batch.document_ids
-    rows, columns = ids.shape
-    at, real, mask = _anchors(batch, steps, anchors)
-    row = torch.arange(rows, device=ids.device)[:, None]
+    columns = ids.shape[1]
+    # The row before the anchor's, with features, ends in it.
+    at, real = _columns(choose_anchors(batch, anchors, generator) & (batch.position_ids > 0))
+    row = torch.arange(len(ids), device=ids.device)[:, None]
 
     def at_anchors(x: Tensor) -> Tensor:
-        return x[row, at - 1]  # the newest row with features ends in the anchor
+        return x[row, at - 1]
 
     seen = torch.arange(columns, device=ids.device) < at[:, :, None]
-    seen = (seen & (documents[:, None] == documents[row, at - 1][:, :, None]))[:, None]  # [B, 1, M, L]
-    x = drafter.fuse(batch.features.to(drafter.device, drafter.dtype))
+    seen = (seen & (documents[:, None] == documents[row, at - 1][:, :, None]))[:, None]  # [B, 1, A, L]
+    x = drafter.fuse(batch.features.to(drafter.dtype))
     embeds = drafter.embed(ids.roll(-1, 1), view)
     rope = drafter.rotary_emb(x, batch.position_ids)
     # Per layer, keys and values of the rows with features, and of each later step.
@@ -77,42 +81,16 @@ def unroll_eagle3(
             x = layer.write(residual, attend(layer.self_attn.queries(normed, rope), keys, values, seen, own))
         out = drafter.finish(x)
         hidden.append(out.last_hidden_state)
-    # Slot s drafts token at + 1 + s, about which the target's row at + s speaks.
-    label = at[:, :, None] + 1 + torch.arange(steps, device=ids.device)
-    flat = columns * row[:, :, None] + (label - 1).clamp(max=columns - 1)
-    labels = ids[row[:, :, None], label.clamp(max=columns - 1)]
-    return Unrolled(
-        hidden=torch.stack(hidden, dim=2)[real],
-        labels=labels[real],
-        rows=flat[real],
-        mask=mask[row, at][real],
-        anchors=(columns * row + at)[real],
-    )
+    starts = (columns * row + at)[real]
+    return Unrolled(torch.stack(hidden, dim=2)[real], *following(batch, starts, steps), anchors=starts)
 
 
-def _anchors(batch: TrainingBatch, steps: int, most: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Columns [B, M] of the anchors, which of them are real [B, M], and for every column as an anchor the slots that
-    count [B, L, S]."""
-    documents = batch.document_ids
-    # Tokens of the target's own behind another token of their document.
-    follows = F.pad(documents[:, 1:] == documents[:, :-1], (1, 0)) & batch.loss_mask & (documents > 0)
-    slots = F.pad(follows[:, 1:], (0, steps)).unfold(1, steps, 1).long().cumprod(-1).bool()
-    able = follows & slots[..., 0]
-    if most is not None:
-        able = able & (_rank(able, documents) < most)
-    count = able.sum(1)
-    width = int(count.max())
-    order = (~able).long().argsort(dim=1, stable=True)[:, :width]
-    real = torch.arange(width, device=order.device) < count[:, None]
-    # Column 1 stands for the missing ones: something that sees something.
-    return order.where(real, 1), real, slots
-
-
-def _rank(able: Tensor, documents: Tensor) -> Tensor:
-    """[B, L] a random order, from 0, of the columns of each document that are `able`."""
-    key = documents + (torch.rand(able.shape, dtype=torch.float64, device=able.device) + ~able) / 2
-    first = torch.searchsorted(documents.sort(dim=1).values, documents.contiguous())
-    return key.argsort(dim=1).argsort(dim=1) - first
+def _columns(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Columns [B, A] of each row's anchors, and which of them are real [B, A]; the rest stand at column 1."""
+    counts = chosen.sum(1)
+    order = (~chosen).long().argsort(dim=1, stable=True)[:, : int(counts.max())]
+    real = torch.arange(order.shape[1], device=order.device) < counts[:, None]
+    return order.where(real, 1), real
 
 
 def _causal(documents: Tensor) -> Tensor:
@@ -124,8 +102,8 @@ def _causal(documents: Tensor) -> Tensor:
 def attend(queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor, own: list[tuple[Tensor, Tensor]]) -> Tensor:
     """Attention of anchors to shared keys, and to keys of their own.
 
-    queries: [B, heads, M, D]. keys, values: [B, kv heads, L, D], visible where `seen` [B, 1, M, L]. own: pairs of
-    [B, kv heads, M, D], of which query m sees the m-th only. Returns [B, M, heads * D].
+    queries: [B, heads, A, D]. keys, values: [B, kv heads, L, D], visible where `seen` [B, 1, A, L]. own: pairs of
+    [B, kv heads, A, D], of which query a sees the a-th only. Returns [B, A, heads * D].
     """
     (batch, heads, count, width), (groups, length) = queries.shape, keys.shape[1:3]
     queries = queries.view(batch, groups, heads // groups, count, width) * width**-0.5
