@@ -72,7 +72,7 @@ def inspect_checkpoint(name_or_path: str | Path) -> Inspection:
         if folder.is_absolute() or str(name_or_path).startswith("."):
             raise OSError(f"there is no folder {name_or_path}")
         folder = Path(snapshot_download(str(name_or_path), allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
-    _read_headers(found, folder)
+    read_headers(found, folder)
     config = _read_config(found, folder)
     if config is not None:
         family = _describe(found, config)
@@ -82,7 +82,7 @@ def inspect_checkpoint(name_or_path: str | Path) -> Inspection:
     return found
 
 
-def _read_headers(found: Inspection, folder: Path) -> None:
+def read_headers(found: Inspection, folder: Path) -> None:
     files = sorted(folder.glob("*.safetensors"))
     dtypes: Counter[str] = Counter()
     for file in files:

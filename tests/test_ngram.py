@@ -306,7 +306,8 @@ def test_saved_and_loaded_like_any_model(tmp_path, corpus):
     drafter = NgramDrafter(NgramConfig.tiny(escape=2.5))
     drafter.set_corpus(corpus)
     drafter.save_pretrained(tmp_path)
-    assert {file.name for file in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
+    files = {"config.json", "model.safetensors", "modeling_specdraft.py", "README.md"}
+    assert {file.name for file in tmp_path.iterdir()} == files
     assert AutoConfig.from_pretrained(tmp_path).escape == 2.5
     for loader in (AutoModel, AutoDrafter, NgramDrafter):
         loaded = loader.from_pretrained(tmp_path, dtype=torch.bfloat16).to("cpu")

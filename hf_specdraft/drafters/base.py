@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -97,7 +99,10 @@ class DrafterConfig(PreTrainedConfig):
     num_assistant_tokens: how deep a draft goes when the caller does not say.
     tree_nodes: nodes verified per round when the target accepts trees; 0 drafts chains.
     policy: "auto" switches drafting off while it does not pay, "fixed" always drafts.
-    target_name: the target the drafter was made for, for messages.
+    target_name: the target the drafter was made for, for messages and its card; target_revision: its commit.
+    chat_template_sha256: checksum of the chat template it was trained on (`publishing.template_sha256`), None when not
+        known, "" when it was trained on text without one; chat_template_kwargs: what the template was rendered with,
+        such as {"enable_thinking": False}. Another template or mode costs acceptance; the commands warn of it.
     verification: how chains drawn from the drafter's law are verified: "block" (Sun et al. 2403.10444, accepts more) or
         "token" (Leviathan et al. 2211.17192). Both are exact.
     lossy_typical_acceptance: Medusa's typical acceptance when sampling. LOSSY: the output loses the target's law.
@@ -113,6 +118,9 @@ class DrafterConfig(PreTrainedConfig):
     tree_nodes: int = 0
     policy: str = "auto"
     target_name: str | None = None
+    target_revision: str | None = None
+    chat_template_sha256: str | None = None
+    chat_template_kwargs: dict | None = None
     verification: str = "block"
     lossy_typical_acceptance: bool = False
 
@@ -142,6 +150,10 @@ class DrafterConfig(PreTrainedConfig):
         return output
 
     @classmethod
+    def register_for_auto_class(cls, auto_class="AutoConfig") -> None:
+        """Nothing: the code in a saved folder imports this package, where upstream would copy its sources."""
+
+    @classmethod
     def tiny(cls, **overrides) -> DrafterConfig:
         """The smallest config that exercises every part of the family, for tests."""
         raise NotImplementedError
@@ -156,6 +168,8 @@ class Drafter(PreTrainedModel):
     feature_layers: tuple[int, ...] = ()
     # Whether a draft costs next to nothing (no network), so that asking in vain is no loss.
     is_free: bool = False
+    # The published dialects that `to_dialect` writes.
+    export_dialects: tuple[str, ...] = ()
     # Whether a draft's cost grows with its depth (one pass per level).
     is_sequential: bool = False
 
@@ -221,6 +235,42 @@ class Drafter(PreTrainedModel):
                 "a drafter loaded in part would draft noise, so get a complete copy of it"
             )
         return (model, info) if with_info else model
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class="AutoModel") -> None:
+        """Nothing, as for DrafterConfig."""
+
+    def save_pretrained(
+        self, save_directory, is_main_process: bool = True, push_to_hub: bool = False, **kwargs
+    ) -> None:
+        """As PreTrainedModel.save_pretrained, with a card and what lets AutoModel load the folder by trust_remote_code.
+
+        README.md is written when there is none, or one that this package wrote.
+        """
+        from ..publishing import hub
+
+        remote = {key: kwargs.pop(key) for key in hub.PUSH_KEYS if key in kwargs}
+        super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
+        if is_main_process and not getattr(self, "_hf_peft_config_loaded", False):
+            hub.complete(save_directory, self)
+            if push_to_hub:
+                hub.push(save_directory, **{"repo_id": Path(save_directory).name, **remote})
+
+    def push_to_hub(self, repo_id: str, *, max_shard_size: int | str = "50GB", **remote: Any) -> str:
+        """Save the drafter and upload it; `remote` as for `publishing.push`. Returns the commit's URL."""
+        from ..publishing import hub
+
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder, max_shard_size=max_shard_size)
+            return hub.push(folder, repo_id, **remote)
+
+    def to_dialect(self, dialect: str, target: Target | None = None) -> tuple[Drafter, dict, dict[str, Tensor]]:
+        """This drafter in one of `export_dialects`: what is written, as a drafter, then its config.json and tensors.
+
+        The first differs from self where the dialect stores what self borrows from the target, and is only read.
+        Raises ValueError for what the dialect cannot express.
+        """
+        raise NotImplementedError
 
     @classmethod
     def dialect_of(cls, config: dict) -> str | None:

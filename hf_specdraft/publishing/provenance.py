@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -20,7 +19,7 @@ class Provenance:
     recipe: the recipe's name. command: the command line that trained it. commit: of this package, "-dirty" when files
         differed from it. steps: optimiser steps of the saved weights.
     data: of the answers it was trained on, as the data folder's `specdraft.json` has it.
-    chat_template: {"sha256": of the template (`template_sha256`), "kwargs": what it was rendered with, such as
+    chat_template: {"sha256": as `templates.template_sha256` gives it, "kwargs": what it was rendered with, such as
         {"enable_thinking": False}}.
     versions: package -> version. hardware: the machine, as `evaluation.provenance` describes it.
     seconds: wall-clock time of training. notes: lines for the card's reader, such as known limits.
@@ -76,8 +75,3 @@ class Provenance:
         if unknown:
             raise ValueError(f"{path} has fields this version does not know: {', '.join(unknown)}")
         return cls(**values)
-
-
-def template_sha256(template: str | None) -> str | None:
-    """Checksum of a chat template's text, None for none."""
-    return None if template is None else hashlib.sha256(template.encode()).hexdigest()

@@ -16,7 +16,7 @@ from ...heads import HeadedDrafter
 from ...training.records import TrainingBatch, Unrolled
 from .. import register
 from ..base import TargetView
-from . import dialects
+from . import dialects, exports
 from .configuration_block import BlockConfig
 from .session_block import BlockSession, ContextCache
 from .unroll_block import unroll_block
@@ -101,6 +101,7 @@ class BlockDrafter(HeadedDrafter):
     supports_gradient_checkpointing = False
     _supports_sdpa = True
     _no_split_modules = ["BlockLayer"]
+    export_dialects = exports.DIALECTS
 
     def __init__(self, config: BlockConfig):
         super().__init__(config)
@@ -165,6 +166,9 @@ class BlockDrafter(HeadedDrafter):
     @classmethod
     def dialect_of(cls, config: dict) -> str | None:
         return dialects.dialect_of(config)
+
+    def to_dialect(self, dialect: str, target=None) -> tuple[BlockDrafter, dict, dict[str, Tensor]]:
+        return exports.write(self, dialect, target)
 
     @classmethod
     def from_dialect(cls, name_or_path, config: dict, **kwargs) -> BlockDrafter:
