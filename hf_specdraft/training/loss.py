@@ -21,9 +21,9 @@ NORMALISATIONS = ("weights", "count", "anchors")
 class DraftLoss:
     """Weighted sum of objectives over the slots that a drafter unrolls.
 
-    terms: an objective, or objective -> its weight, or a dict of its weight and its options, as in a recipe:
-        "ce", {"ce": 0.1, "tv": 1.8} or {"forward_kl": {"weight": 1.0, "temperature": 2.0}}. See objectives.py. The published
-        order of AdaFlash's clip, after dividing by the number of slots of the batch, is the option `mean_clip`.
+    terms: as in a recipe: an objective's name ("ce"), or by name its weight, or a dict of its weight and its options:
+        {"ce": 0.1, "tv": 1.8} or {"forward_kl": {"weight": 1.0, "temperature": 2.0}}. See objectives.py. The option
+        `mean_clip` of those with a clip is AdaFlash's published one: of the slot's value divided by the batch's slots.
     weighting: how slots weigh: a name, or {name: options}: "uniform", {"decay": {"gamma": 4}}, "geometric", "dpace".
     normalise: what the sum is divided by: "weights" of the slots, "count" of the slots, or "anchors".
     chunk_size: anchors whose logits exist at a time; None for as many as `chunk_bytes` of float32 logits allow. A few
@@ -43,7 +43,7 @@ class DraftLoss:
     ):
         terms, weighting = ({given: {}} if isinstance(given, str) else given for given in (terms, weighting))
         if not isinstance(terms, dict) or not terms:
-            raise ValueError(f"a loss is objectives and their weights, not {terms!r}; known are {', '.join(OBJECTIVES)}")
+            raise ValueError(f"a loss is objectives by weight, not {terms!r}; known are {', '.join(OBJECTIVES)}")
         if not isinstance(weighting, dict) or len(weighting) != 1:
             raise ValueError(f"a weighting is one name, or one {{name: options}}, not {weighting!r}")
         if normalise not in NORMALISATIONS:
@@ -104,15 +104,16 @@ class DraftLoss:
         width = view.vocab_size if ids is None else len(ids)
         labels = _places(unrolled.labels, ids).where(mask, -1)
         rows = unrolled.rows.where(mask, 0)
-        states = batch.last_hidden.flatten(0, 1) if self.needs_law else None
+        states = batch.last_hidden.flatten(0, 1).to(hidden.device) if self.needs_law else None
         count = mask.sum()
 
         def score(hidden: Tensor, part: slice) -> tuple:
-            draft = _precise(drafter.logits(view, hidden))
+            draft = drafter.logits(view, hidden)
+            draft = draft.to(torch.promote_types(draft.dtype, torch.float32))
             teacher = None
             if states is not None:
                 with torch.no_grad():
-                    teacher = _precise(law(states[rows[part]], ids))
+                    teacher = law(states[rows[part]], ids).to(draft)
             return self._score(draft, teacher, labels[part], mask[part], count)
 
         size = self.chunk_size or max(1, self.chunk_bytes // (4 * width * mask.shape[1]))
@@ -185,10 +186,6 @@ class _Term:
     def __call__(self, draft: Tensor, teacher: Tensor | None, labels: Tensor, count: Tensor) -> Tensor:
         clip = {} if self.mean_clip is None else {"clip": self.mean_clip * count}
         return self.objective(draft, teacher, labels, **clip)
-
-
-def _precise(logits: Tensor) -> Tensor:
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def _places(labels: Tensor, ids: Tensor | None) -> Tensor:

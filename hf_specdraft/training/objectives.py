@@ -30,7 +30,7 @@ def _teacher_log_probs(logits: Tensor, temperature: float) -> Tensor:
 
 def _known(values: Tensor, labels: Tensor, clip: float | Tensor | None = None) -> Tensor:
     """`values`, at most `clip`, and 0 where the label is no token of the drafter's."""
-    return values.clamp(max=clip).where(labels >= 0, 0)
+    return (values if clip is None else values.clamp(max=clip)).where(labels >= 0, 0)
 
 
 def ce(draft_logits: Tensor, teacher_logits: Tensor | None, labels: Tensor) -> Tensor:
@@ -162,6 +162,8 @@ def resolve(kind: str, known: dict[str, Callable], name: str, options: dict) -> 
     """`known[name]` with its options set. Raises ValueError for an unknown name or option, or an impossible value."""
     if name not in known:
         raise ValueError(f"unknown {kind} {name!r}; known are {', '.join(known)}")
+    if not isinstance(options, dict):
+        raise ValueError(f"the options of {kind} {name} must be names and values, got {options!r}")
     parameters = inspect.signature(known[name]).parameters.values()
     accepted = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
     for option, value in options.items():
