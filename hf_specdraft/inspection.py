@@ -28,9 +28,11 @@ class Inspection:
 
     family: model_type of the family that reads it. dialect: "hf_specdraft" or the published dialect's name.
     target: the target it was made for; vocab_size, target_hidden_size, target_depth: what it needs of one.
+    target_revision: the target's commit. trained_on: the chat template and mode of its training texts.
     layers: target layers whose output is read, zero-based; as written in the config while `loads` is False.
     parameters, dtypes: of the weight files.
-    problems: why it is unusable or suspect. notes: what is worth knowing.
+    problems: why it is unusable or suspect. warnings: why it may draft badly as it is used. notes: what is worth
+        knowing.
     """
 
     name: str
@@ -38,6 +40,8 @@ class Inspection:
     dialect: str | None = None
     architectures: list[str] = field(default_factory=list)
     target: str | None = None
+    target_revision: str | None = None
+    trained_on: str | None = None
     vocab_size: int | None = None
     target_hidden_size: int | None = None
     target_depth: int | None = None
@@ -46,6 +50,7 @@ class Inspection:
     dtypes: dict[str, int] = field(default_factory=dict)
     loads: bool = False
     problems: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
@@ -61,9 +66,13 @@ def recognise(config: dict) -> tuple[type[Drafter] | None, str | None]:
     return None, None
 
 
-def inspect_checkpoint(name_or_path: str | Path) -> Inspection:
+def inspect_checkpoint(
+    name_or_path: str | Path, tokenizer: Any = None, template_kwargs: dict | None = None
+) -> Inspection:
     """Read the config and the headers of the weight files, then try to load. Never raises for a broken checkpoint.
 
+    tokenizer: the target's, and template_kwargs what its chat template is to be rendered with: whether they are those
+        of the drafter's training.
     Raises OSError when there is no such folder or Hub repository.
     """
     found = Inspection(str(name_or_path))
@@ -77,7 +86,9 @@ def inspect_checkpoint(name_or_path: str | Path) -> Inspection:
     if config is not None:
         family = _describe(found, config)
         if family is not None:
-            _try_loading(found, folder, family, config)
+            drafter = _try_loading(found, folder, family, config)
+            if drafter is not None:
+                _read_template(found, drafter, tokenizer, template_kwargs)
     _note_tokenizer(found, folder)
     return found
 
@@ -148,7 +159,7 @@ def _find(config: Any, key: str) -> Any:
     return next((value for part in config.values() if (value := _find(part, key)) is not None), None)
 
 
-def _try_loading(found: Inspection, folder: Path, family: type[Drafter], config: dict) -> None:
+def _try_loading(found: Inspection, folder: Path, family: type[Drafter], config: dict) -> Drafter | None:
     try:
         if found.dialect == OWN and not family.is_free:
             drafter, info = family.from_pretrained(folder, output_loading_info=True)
@@ -159,7 +170,7 @@ def _try_loading(found: Inspection, folder: Path, family: type[Drafter], config:
             drafter = AutoDrafter.from_pretrained(folder)
     except Exception as error:  # the exception's text is what the user came for
         found.problems.append(f"does not load: {type(error).__name__}: {error}")
-        return
+        return None
     found.loads = True
     bad = [n for n, t in drafter.state_dict().items() if t.is_floating_point() and not torch.isfinite(t).all()]
     if bad:
@@ -170,6 +181,19 @@ def _try_loading(found: Inspection, folder: Path, family: type[Drafter], config:
     found.target_hidden_size = getattr(settings, "target_hidden_size", None)
     found.target_depth = getattr(settings, "num_target_layers", None)
     found.layers = list(drafter.feature_layers)
+    return drafter
+
+
+def _read_template(found: Inspection, drafter: Drafter, tokenizer: Any, kwargs: dict | None) -> None:
+    # Here, because the package of cards reads checkpoints by this module.
+    from .publishing.templates import described, template_mismatch
+
+    settings = drafter.config
+    found.target_revision = settings.target_revision
+    if settings.chat_template_sha256 is not None:
+        found.trained_on = described(settings.chat_template_sha256, settings.chat_template_kwargs)
+    if tokenizer is not None and (mismatch := template_mismatch(drafter, tokenizer, kwargs or {})):
+        found.warnings.append(mismatch)
 
 
 def _note_tokenizer(found: Inspection, folder: Path) -> None:
@@ -178,7 +202,8 @@ def _note_tokenizer(found: Inspection, folder: Path) -> None:
         found.notes.append(f"carries {', '.join(has)}; the target's own tokenizer and chat template are what is used")
     else:
         found.notes.append("carries no tokenizer; the target's is used")
-    found.notes.append(
-        "drafts are best under the chat template and thinking mode the drafter was trained on; checkpoints rarely say "
-        "which, so compare tau with and without the template if it is low"
-    )
+    if found.trained_on is None:
+        found.notes.append(
+            "drafts are best under the chat template and thinking mode the drafter was trained on; this checkpoint "
+            "does not say which, so compare tau with and without the template if it is low"
+        )

@@ -13,17 +13,20 @@ except ModuleNotFoundError as error:
 from transformers.utils import logging
 
 from .bench import bench
+from .card import card
 from .check import check
+from .data import data
+from .export import export
 from .generate import generate
 from .inspect import inspect
 
 app = typer.Typer(
-    help="Speculative decoding for transformers: run, check, measure and inspect drafters.",
+    help="Speculative decoding for transformers: run, check, measure, inspect, describe and export drafters.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (generate, check, bench, inspect):
+for command in (generate, check, bench, inspect, data, card, export):
     app.command()(command)
 
 

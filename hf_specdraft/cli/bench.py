@@ -12,7 +12,18 @@ from rich.progress import track
 from rich.table import Table
 
 from .. import evaluation
-from .options import SPEC, Device, Dtype, DtypeOption, MaxNewTokens, PerCategory, Prompts, Target
+from .options import (
+    SPEC,
+    Device,
+    Dtype,
+    DtypeOption,
+    MaxNewTokens,
+    PerCategory,
+    Prompts,
+    Target,
+    TemplateKwargs,
+    warn_of_template,
+)
 
 
 def bench(
@@ -25,6 +36,7 @@ def bench(
     prompt_lookup_num_tokens: Annotated[int, typer.Option(min=1, help="Draft length of transformers' lookup.")] = 10,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all measurements here.")] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw tau and speed here (PNG).")] = None,
+    chat_template_kwargs: TemplateKwargs = "{}",
     dtype: DtypeOption = Dtype.float32,
     device: Device = "cpu",
 ) -> None:
@@ -34,9 +46,11 @@ def bench(
     methods = evaluation.baselines(prompt_lookup_num_tokens)
     for spec in drafter:
         methods[spec] = {"assistant_model": evaluation.load_drafter(spec, dtype.value, device)}
+    drafters = [arguments["assistant_model"] for name, arguments in methods.items() if name in drafter]
+    warn_of_template(drafters, tokenizer, chat_template_kwargs)
     # A pipe has no width of its own, and 80 columns would cut the method names.
     console = Console(width=None if sys.stdout.isatty() else 120)
-    measured = evaluation.bench(model, tokenizer, chosen, methods, max_new_tokens, repeats)
+    measured = evaluation.bench(model, tokenizer, chosen, methods, max_new_tokens, repeats, chat_template_kwargs)
     total = len(chosen) * len(methods) * repeats
     records = list(track(measured, total=total, description="runs", console=console, transient=True))
     rows = evaluation.summarise(records)
@@ -51,6 +65,7 @@ def bench(
             max_new_tokens=max_new_tokens,
             repeats=repeats,
             prompt_lookup_num_tokens=prompt_lookup_num_tokens,
+            chat_template_kwargs=chat_template_kwargs,
             dtype=str(model.dtype).removeprefix("torch."),
             device=str(model.device),
         )

@@ -10,7 +10,18 @@ from rich.progress import track
 from rich.table import Table
 
 from .. import evaluation
-from .options import SPEC, Device, Dtype, DtypeOption, MaxNewTokens, PerCategory, Prompts, Target
+from .options import (
+    SPEC,
+    Device,
+    Dtype,
+    DtypeOption,
+    MaxNewTokens,
+    PerCategory,
+    Prompts,
+    Target,
+    TemplateKwargs,
+    warn_of_template,
+)
 
 
 def check(
@@ -22,18 +33,22 @@ def check(
     sample: Annotated[bool, typer.Option(help="Also compare the laws of sampled tokens.")] = False,
     draws: Annotated[int, typer.Option(min=2, help="For --sample: draws of each kind.")] = 256,
     temperature: Annotated[float, typer.Option(help="For --sample.")] = 1.0,
+    chat_template_kwargs: TemplateKwargs = "{}",
     dtype: DtypeOption = Dtype.float32,
     device: Device = "cpu",
 ) -> None:
     """Compare assisted with plain output on prompts: every difference gets a verdict. Exit status 1 on a real fault."""
     model, tokenizer = evaluation.load_target(target, dtype.value, device)
     inputs = {
-        p.id: evaluation.encode(tokenizer, p.text, model.device) for p in evaluation.read_prompts(prompts, per_category)
+        p.id: evaluation.encode(tokenizer, p.text, model.device, template_kwargs=chat_template_kwargs)
+        for p in evaluation.read_prompts(prompts, per_category)
     }
+    loaded = evaluation.load_drafter(drafter, dtype.value, device)
+    warn_of_template([loaded], tokenizer, chat_template_kwargs)
     console = Console()
     report = evaluation.check(
         model,
-        evaluation.load_drafter(drafter, dtype.value, device),
+        loaded,
         inputs,
         max_new_tokens,
         draws=draws if sample else 0,

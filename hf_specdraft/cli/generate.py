@@ -11,7 +11,16 @@ import typer
 from transformers import TextStreamer
 
 from .. import evaluation
-from .options import SPEC, Device, Dtype, DtypeOption, MaxNewTokens, Target
+from .options import (
+    SPEC,
+    Device,
+    Dtype,
+    DtypeOption,
+    MaxNewTokens,
+    Target,
+    TemplateKwargs,
+    warn_of_template,
+)
 
 
 def generate(
@@ -23,6 +32,7 @@ def generate(
     temperature: Annotated[float, typer.Option(help="For --sample.")] = 1.0,
     seed: Annotated[int, typer.Option(help="For --sample.")] = 0,
     chat: Annotated[bool, typer.Option(help="Put the prompt into the chat template, where there is one.")] = True,
+    chat_template_kwargs: TemplateKwargs = "{}",
     dtype: DtypeOption = Dtype.auto,
     device: Device = "cpu",
 ) -> None:
@@ -31,12 +41,14 @@ def generate(
     if not prompt.strip():
         raise ValueError("the prompt is empty: give it as an argument or on standard input")
     model, tokenizer = evaluation.load_target(target, dtype.value, device)
-    inputs = evaluation.encode(tokenizer, prompt, model.device, chat=chat)
+    inputs = evaluation.encode(tokenizer, prompt, model.device, chat=chat, template_kwargs=chat_template_kwargs)
+    loaded = evaluation.load_drafter(drafter, dtype.value, device)
+    warn_of_template([loaded], tokenizer, chat_template_kwargs if chat else None)
     torch.manual_seed(seed)
     start = time.perf_counter()
     output = model.generate(
         **inputs,
-        assistant_model=evaluation.load_drafter(drafter, dtype.value, device),
+        assistant_model=loaded,
         streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
         max_new_tokens=max_new_tokens,
         do_sample=sample,

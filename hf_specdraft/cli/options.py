@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from collections.abc import Iterable
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+
+from ..drafters import Drafter
+from ..publishing import template_mismatch
 
 
 class Dtype(str, Enum):
@@ -29,3 +35,32 @@ Device = Annotated[str, typer.Option(help="Where both run: cpu, cuda, ...")]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")]
 Prompts = Annotated[Path, typer.Option(exists=True, dir_okay=False, help="JSON lines with id, category, turns.")]
 PerCategory = Annotated[int | None, typer.Option(min=1, help="Only the first N prompts of each category.")]
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """The JSON object that an option was given."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise typer.BadParameter(f"not valid JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise typer.BadParameter("not a JSON object")
+    return value
+
+
+TemplateKwargs = Annotated[
+    dict,
+    typer.Option(
+        "--chat-template-kwargs",
+        parser=json_object,
+        metavar="JSON",
+        help="What the chat template is rendered with: '{\"enable_thinking\": false}'.",
+    ),
+]
+
+
+def warn_of_template(drafters: Iterable[Drafter], tokenizer: Any, kwargs: dict | None) -> None:
+    """Say on standard error, once each, where prompts are not rendered as a drafter's training texts were."""
+    for mismatch in dict.fromkeys(template_mismatch(drafter, tokenizer, kwargs) for drafter in drafters):
+        if mismatch is not None:
+            print(f"warning: {mismatch}", file=sys.stderr)

@@ -73,19 +73,24 @@ def bench(
     methods: dict[str, dict[str, Any]],
     max_new_tokens: int = 128,
     repeats: int = 1,
+    template_kwargs: dict[str, Any] | None = None,
 ) -> Iterator[Record]:
     """Run every method on every prompt, greedily, one row at a time; yields a record per call.
 
     methods: name -> generate's arguments, with the `baselines` among them. All methods of a prompt run one after the
     other, so that a slow minute of the machine hits all of them, and each repeat starts with another method.
-    Each method runs once unrecorded first.
+    Each method runs once unrecorded first. template_kwargs: as for `encode`.
     """
+
+    def inputs_of(prompt: Prompt) -> dict[str, Any]:
+        return encode(tokenizer, prompt.text, target.device, template_kwargs=template_kwargs)
+
     names = list(methods)
     for arguments in methods.values():
-        runs.run(target, encode(tokenizer, prompts[0].text, target.device), min(32, max_new_tokens), **arguments)
+        runs.run(target, inputs_of(prompts[0]), min(32, max_new_tokens), **arguments)
     for repeat in range(repeats):
         for index, prompt in enumerate(prompts):
-            inputs = encode(tokenizer, prompt.text, target.device)
+            inputs = inputs_of(prompt)
             turn = (repeat + index) % len(names)
             measured = {
                 name: runs.run(target, inputs, max_new_tokens, **methods[name]) for name in names[turn:] + names[:turn]

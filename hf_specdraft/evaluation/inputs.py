@@ -102,12 +102,21 @@ def _refuse_unknown(options: dict, family: type[Drafter], spec: str) -> None:
         raise ValueError(f"drafter {spec!r}: {family.config_class.__name__} has no field {', '.join(unknown)}")
 
 
-def encode(tokenizer: Any, text: str, device: torch.device | str = "cpu", chat: bool = True) -> dict[str, Tensor]:
-    """Model inputs [1, L] of `text`: a user's message where the tokenizer has a chat template, else as it stands."""
+def encode(
+    tokenizer: Any,
+    text: str,
+    device: torch.device | str = "cpu",
+    chat: bool = True,
+    template_kwargs: dict[str, Any] | None = None,
+) -> dict[str, Tensor]:
+    """Model inputs [1, L] of `text`: a user's message where the tokenizer has a chat template, else as it stands.
+
+    template_kwargs: what the template is rendered with, such as {"enable_thinking": False}.
+    """
     if chat and tokenizer.chat_template:
         messages = [{"role": "user", "content": text}]
         inputs = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True, **(template_kwargs or {})
         )
     else:
         inputs = tokenizer(text, return_tensors="pt")

@@ -11,7 +11,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers.utils import CONFIG_NAME
 
-from ..inspection import Inspection, read_headers
+from ..inspection import OWN, Inspection, read_headers, recognise
 from .provenance import Provenance
 from .templates import described
 
@@ -29,6 +29,20 @@ def is_ours(folder: Path) -> bool:
     return not (folder / README).exists() or MARK in (folder / README).read_text(encoding="utf-8")
 
 
+def is_own_format(folder: Path) -> bool:
+    """Whether the drafter in a folder is in this package's own format. Raises ValueError when it holds no drafter."""
+    if not folder.is_dir():
+        raise ValueError(f"there is no folder {folder}; give the folder the drafter was saved to")
+    try:
+        config = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
+        family, dialect = recognise(config)
+    except (OSError, ValueError, AttributeError):
+        family, dialect = None, None
+    if family is None:
+        raise ValueError(f"{folder} holds no drafter (its {CONFIG_NAME} names none); give the folder it was saved to")
+    return dialect == OWN
+
+
 def write(
     folder: str | Path, repo_id: str | None = None, license: str | None = None, tags: list[str] | None = None
 ) -> Path:
@@ -36,8 +50,13 @@ def write(
 
     repo_id: how the card's code names the drafter, by default the folder's own name. License and further tags that
     the card already has are kept.
+    Raises ValueError when the folder holds no drafter of this package, or a card written by hand.
     """
     folder = Path(folder)
+    if not is_own_format(folder):
+        raise ValueError(f"{folder} is in another project's format; write the card of the drafter it was made from")
+    if not is_ours(folder):
+        raise ValueError(f"{folder / README} was written by hand; move it away, or put the line {MARK!r} into it")
     config = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
     made, measured = Provenance.load(folder) or Provenance(), measurements(folder)
     name = repo_id or folder.resolve().name
@@ -113,6 +132,7 @@ def measure(folder: str | Path, bench_file: str | Path, method: str | None = Non
     Raises ValueError when the file is no benchmark or none of its methods is the drafter.
     """
     folder = Path(folder)
+    is_own_format(folder)
     try:
         bench = json.loads(Path(bench_file).read_text(encoding="utf-8"))
         names = list(bench["about"]["settings"]["drafters"])

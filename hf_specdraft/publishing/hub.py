@@ -13,7 +13,6 @@ from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from transformers.utils import CONFIG_NAME
 
-from ..inspection import OWN, recognise
 from . import cards, provenance
 
 if TYPE_CHECKING:
@@ -88,7 +87,7 @@ def push(
     Raises ValueError when the folder holds no drafter, there is no token, or the Hub refuses; OSError when offline.
     """
     folder = Path(folder)
-    own = check_folder(folder)
+    own = cards.is_own_format(folder)
     if constants.HF_HUB_OFFLINE:
         raise OSError("HF_HUB_OFFLINE is set, so nothing can be uploaded; unset it and try again")
     token = token if isinstance(token, str) else huggingface_hub.get_token()
@@ -122,17 +121,3 @@ def push(
         raise ValueError(f"the Hub refused to take {repo_id} (status {status}: {reason}){remedy}") from error
     except _CLIENT_ERROR as error:
         raise OSError(f"{constants.ENDPOINT} cannot be reached ({error}); try again later") from error
-
-
-def check_folder(folder: Path) -> bool:
-    """Whether the drafter in a folder is in this package's own format. Raises ValueError when it holds no drafter."""
-    if not folder.is_dir():
-        raise ValueError(f"there is no folder {folder}; give the folder the drafter was saved to")
-    try:
-        config = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
-        family, dialect = recognise(config)
-    except (OSError, ValueError, AttributeError):
-        family, dialect = None, None
-    if family is None:
-        raise ValueError(f"{folder} holds no drafter (its {CONFIG_NAME} names none); give the folder it was saved to")
-    return dialect == OWN
