@@ -143,9 +143,7 @@ class BlockConfig(HeadConfig):
         heads = getattr(text, "num_attention_heads", None) or max(1, text.hidden_size // 64)
         values = dict(
             vocab_size=text.vocab_size,
-            bos_token_id=text.bos_token_id,
-            eos_token_id=text.eos_token_id,
-            pad_token_id=text.pad_token_id,
+            **{name: getattr(text, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
             hidden_size=text.hidden_size,
             intermediate_size=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
             num_attention_heads=heads,
