@@ -19,14 +19,16 @@ from .data import data
 from .export import export
 from .generate import generate
 from .inspect import inspect
+from .vocabulary import vocabulary
+from .train import train
 
 app = typer.Typer(
-    help="Speculative decoding for transformers: run, check, measure, inspect, describe and export drafters.",
+    help="Speculative decoding for transformers: run, check, measure, inspect, train, describe and export drafters.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (generate, check, bench, inspect, data, card, export):
+for command in (generate, check, bench, inspect, data, train, card, export, vocabulary):
     app.command()(command)
 
 

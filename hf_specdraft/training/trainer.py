@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import gather_object
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
@@ -93,6 +95,7 @@ class DraftTrainer(Trainer):
         self.features = self.live if features is None else features
         self.eval_prompts = list(eval_prompts)
         self.provenance = provenance
+        self._best_step: int | None = None  # of the weights, once the best ones are loaded
         self._step: Sums = {}  # of the micro-batches since the last update
         self._logged: Sums = {}  # of those since the last log
         super().__init__(
@@ -238,23 +241,47 @@ class DraftTrainer(Trainer):
     # Saving -----------------------------------------------------------------------------------------------------------
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        super()._save(output_dir, state_dict)
         if self.args.should_save and self.provenance is not None:
-            self.provenance.steps = self.state.global_step
-            self.provenance.save(output_dir or self.args.output_dir)
+            folder = Path(output_dir or self.args.output_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            self.provenance.steps = self._best_step or self.state.global_step
+            self.provenance.save(folder)  # first: the card that saving writes tells it
+        super()._save(output_dir, state_dict)
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        self._best_step = self.state.best_global_step
 
     def _save_checkpoint(self, model, trial) -> None:
         """As upstream's, but a checkpoint that could not be written whole is removed."""
         folder = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        try:
+        with self._whole_or_nothing(f"checkpoint {folder}", lambda: shutil.rmtree(folder, ignore_errors=True)):
             super()._save_checkpoint(model, trial)
+
+    def finish(self) -> None:
+        """Save the trained drafter (the best one, where `load_best_model_at_end` says so) in the output folder."""
+        folder = Path(self.args.output_dir)
+        if self.is_fsdp_enabled:
+            self.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+        if self.provenance is not None and not self._initial_global_step:
+            self.provenance.seconds = self.state.log_history[-1]["train_runtime"]
+        with self._whole_or_nothing(
+            f"the drafter in {folder}", lambda: [w.unlink() for w in folder.glob("*.safetensors")]
+        ):
+            self.save_model()
+
+    @contextmanager
+    def _whole_or_nothing(self, what: str, remove: Callable[[], Any]) -> Iterator[None]:
+        try:
+            yield
         except BaseException as error:
             if self.args.should_save:
-                shutil.rmtree(folder, ignore_errors=True)
-            if isinstance(error, Exception):
+                remove()
+            # A full disk, as Python, torch and safetensors say it.
+            if isinstance(error, (OSError, RuntimeError, SafetensorError)):
                 raise OSError(
-                    f"checkpoint {folder} could not be written ({error}) and was removed; earlier ones are whole. Make "
-                    "room on the disk and go on with --resume"
+                    f"{what} could not be written whole ({error}), so it was removed; earlier checkpoints are as they "
+                    "were. Make room on the disk, then continue with --resume"
                 ) from error
             raise
 

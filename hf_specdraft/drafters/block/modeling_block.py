@@ -13,7 +13,6 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwe
 from transformers.utils import ModelOutput
 
 from ...heads import HeadedDrafter
-from ...training.records import TrainingBatch, Unrolled
 from .. import register
 from ..base import TargetView
 from . import dialects, exports
@@ -159,9 +158,8 @@ class BlockDrafter(HeadedDrafter):
         # The target's vocabulary may be padded further: an id without a row is as good as unknown.
         return self.embed_tokens(ids.where(ids < self.config.vocab_size, self.config.mask_token_id))
 
-    def unroll(self, view: TargetView, batch: TrainingBatch, **options) -> Unrolled:
-        """One block at each of many anchors; options are `unroll_block`'s."""
-        return unroll_block(self, view, batch, **options)
+    # Itself, not a wrapper: a training config's options are checked against its signature.
+    unroll = unroll_block
 
     @classmethod
     def dialect_of(cls, config: dict) -> str | None:

@@ -1,0 +1,281 @@
+"""The YAML that `hf-specdraft train` reads: its keys, and the trainer it describes."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from .. import evaluation
+from ..drafters import AutoDrafter, families
+from ..drafters.base import Drafter, TargetView
+from ..inspection import recognise
+from ..publishing import Provenance
+from .arguments import DraftTrainingArguments
+from .capture import CapturedFeatures
+from .data import load
+from .loss import DraftLoss
+from .trainer import DraftTrainer, last_checkpoint
+from .vocabulary import control_tokens, count_answers, draft_vocabulary, initialize_head
+
+CONFIG_NAME = "train.yaml"
+# Sections that may be written as one value, and the key it stands for.
+_SHORT = {"target": "name", "eval_prompts": "file"}
+
+
+@dataclasses.dataclass
+class TrainConfig:
+    """One run. Every section's keys are checked against what they configure, so a misspelt one is an error.
+
+    target: {name, revision, dtype, attn_implementation}, or just the name: a folder or Hub repository.
+    drafter: {family, fields of its config} for a new one, whose other fields the target decides (`for_target`); or
+        {init_from, ...}: a trained one's folder or Hub name, whose weights start the run (with a fresh optimizer).
+    data: a folder that `hf-specdraft data` wrote. Its held-out texts are for evaluation.
+    trainer: fields of DraftTrainingArguments, output_dir among them.
+    loss: arguments of DraftLoss. unroll: options of the family's unroll.
+    eval_prompts: {file, per_category}, or just the file: prompts (.jsonl) to decode at each evaluation.
+    draft_vocab: K for a head of the K most frequent tokens of the data, or a file of `hf-specdraft vocabulary`.
+    lora: fields of PEFT's LoraConfig; the drafter then stays frozen and only the adapter is trained and saved.
+    features: "live" (the target runs along) or a folder that `capture` wrote for the data's training texts.
+    recipe: a name for the drafter's card.
+    """
+
+    target: dict[str, Any]
+    drafter: dict[str, Any]
+    data: str
+    trainer: dict[str, Any]
+    loss: dict[str, Any] = dataclasses.field(default_factory=lambda: {"terms": "ce"})
+    unroll: dict[str, Any] = dataclasses.field(default_factory=dict)
+    eval_prompts: dict[str, Any] | None = None
+    draft_vocab: int | str | None = None
+    lora: dict[str, Any] | None = None
+    features: str = "live"
+    recipe: str | None = None
+
+    @classmethod
+    def read(cls, path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
+        """The config of a YAML file. overrides: "dotted.key=value", the value written as in YAML.
+
+        Raises ValueError naming an unknown key (and the nearest known one), a missing one, or a value of a wrong kind.
+        """
+        if not Path(path).is_file():
+            raise ValueError(f"there is no config file {path}")
+        try:
+            values = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
+        except yaml.YAMLError as error:
+            raise ValueError(f"{path} is not valid YAML: {error}") from None
+        if not isinstance(values, dict):
+            raise ValueError(f"{path} must hold keys such as target, drafter and data, but it is {values!r}")
+        for item in overrides:
+            _override(values, item)
+        return cls._of(values)
+
+    @classmethod
+    def _of(cls, values: dict) -> TrainConfig:
+        fields = {field.name: field for field in dataclasses.fields(cls)}
+        _refuse_unknown("", values, fields)
+        values = {
+            name: {_SHORT[name]: value} if name in _SHORT and isinstance(value, str) else value
+            for name, value in values.items()
+            if value is not None
+        }
+        for name, field in fields.items():
+            if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+                _require(values.get(name), f"the config has no {name}")
+            if field.type.startswith("dict") and not isinstance(values.get(name, {}), dict):
+                raise ValueError(f"{name} must be a section of keys, but it is {values[name]!r}")
+        config = cls(**values)
+        config._check()
+        return config
+
+    def _check(self) -> None:
+        _refuse_unknown("target", self.target, ("name", "revision", "dtype", "attn_implementation"))
+        _refuse_unknown("eval_prompts", self.eval_prompts or (), ("file", "per_category"))
+        _refuse_unknown("loss", self.loss, inspect.signature(DraftLoss).parameters)
+        _refuse_unknown("trainer", self.trainer, set(_fields(DraftTrainingArguments)) - {"unroll"})
+        _require(self.target.get("name"), "target has no name: give a folder or Hub repository")
+        _require(self.trainer.get("output_dir"), "trainer has no output_dir: give the folder the drafter is saved to")
+        _require(self.eval_prompts is None or self.eval_prompts.get("file"), "eval_prompts has no file")
+        if self.lora is not None:
+            _refuse_unknown("lora", self.lora, _fields(_peft().LoraConfig))
+            if "init_from" not in self.drafter:
+                raise ValueError("lora adapts a trained drafter: give its folder or Hub name as drafter.init_from")
+        if ("family" in self.drafter) == ("init_from" in self.drafter):
+            raise ValueError(
+                "drafter needs either family (a new drafter) or init_from (a trained one to start from), and not both"
+            )
+        if self.draft_vocab is not None and "init_from" in self.drafter:
+            raise ValueError("draft_vocab is for a new drafter; one that is trained has its vocabulary already")
+        family = self.family
+        _refuse_unknown("drafter", self.drafter, ("family", "init_from", *_fields(family.config_class)))
+        options = set(inspect.signature(family.unroll).parameters) - {"self", "drafter", "view", "batch", "generator"}
+        _refuse_unknown("unroll", self.unroll, options)
+
+    @property
+    def family(self) -> type[Drafter]:
+        """The drafter's class, by `drafter.family` or the config of `drafter.init_from`."""
+        if "init_from" in self.drafter:
+            family, _ = recognise(AutoDrafter.read_config(self.drafter["init_from"]))
+            _require(family, f"drafter.init_from: {self.drafter['init_from']} is no drafter this package can read")
+            return family
+        known = {
+            name.removeprefix("specdraft_"): family
+            for name, family in families().items()
+            if hasattr(family.config_class, "for_target")
+        }
+        _refuse_unknown("drafter.family", [self.drafter["family"]], known)
+        return known[self.drafter["family"]]
+
+    def save(self, folder: str | Path) -> None:
+        """Write the config, overrides included, as `train.yaml`."""
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        text = yaml.safe_dump(dataclasses.asdict(self), sort_keys=False)
+        (Path(folder) / CONFIG_NAME).write_text(text, encoding="utf-8")
+
+    def checkpoint(self) -> Path:
+        """The checkpoint that a resumed run goes on from.
+
+        Raises ValueError when there is none, or when the run in the folder was another one (other than in `trainer`).
+        """
+        folder = Path(self.trainer["output_dir"])
+        found = last_checkpoint(folder)
+        if found is None:
+            raise ValueError(f"{folder} holds no whole checkpoint to resume; start the run without --resume")
+        before = TrainConfig.read(folder / CONFIG_NAME)
+        changed = [f.name for f in dataclasses.fields(self) if getattr(self, f.name) != getattr(before, f.name)]
+        changed = [name for name in changed if name != "trainer"]
+        if changed:
+            raise ValueError(
+                f"the run in {folder} was started with another {', '.join(changed)}: resume with its own config "
+                f"({CONFIG_NAME} there), or start a new run in another output_dir, with drafter.init_from if need be"
+            )
+        return found
+
+    def refuse_used_folder(self) -> None:
+        """Raise ValueError when a new run would mix its checkpoints with an earlier run's."""
+        folder = self.trainer["output_dir"]
+        if last_checkpoint(folder) is not None:
+            raise ValueError(
+                f"{folder} holds checkpoints of an earlier run: continue it with --resume, or give another output_dir"
+            )
+
+    def build(self, command: str | None = None) -> DraftTrainer:
+        """Load everything and give the trainer. command: the command line, for the drafter's card.
+
+        Raises ValueError, with cause and remedy, for what does not fit together, and OSError for what is not there.
+        """
+        args = DraftTrainingArguments(**self.trainer, unroll=self.unroll)
+        loss = DraftLoss(**self.loss)
+        train, held_out, about = load(self.data)
+        names = {key: value for key, value in self.target.items() if key != "name"}
+        target = AutoModelForCausalLM.from_pretrained(self.target["name"], **{"dtype": "auto", **names})
+        tokenizer = AutoTokenizer.from_pretrained(self.target["name"], revision=self.target.get("revision"))
+        torch.manual_seed(args.seed)
+        drafter = self._drafter(target, tokenizer, train)
+        drafter.check(TargetView(target))
+        template = {"sha256": about["chat_template_sha256"], "kwargs": about["chat_template_kwargs"]}
+        drafter.config.chat_template_sha256 = template["sha256"]
+        drafter.config.chat_template_kwargs = template["kwargs"]
+        features = None
+        if self.features != "live":
+            features = CapturedFeatures(self.features, train, target, drafter.feature_layers, loss.needs_law)
+        model = drafter if self.lora is None else _peft().get_peft_model(drafter, _peft().LoraConfig(**self.lora))
+        prompts = []
+        if self.eval_prompts is not None:
+            file, count = self.eval_prompts["file"], self.eval_prompts.get("per_category")
+            for prompt in evaluation.read_prompts(file, count):
+                inputs = evaluation.encode(tokenizer, prompt.text, template_kwargs=template["kwargs"])
+                prompts.append((prompt.category, inputs["input_ids"][0]))
+        return DraftTrainer(
+            model,
+            args,
+            target=target,
+            loss=loss,
+            train_dataset=train,
+            eval_dataset=held_out if args.eval_strategy != "no" else None,
+            eval_prompts=prompts,
+            features=features,
+            provenance=Provenance.here(recipe=self.recipe, command=command, data=about, chat_template=template),
+        )
+
+    def _drafter(self, target: PreTrainedModel, tokenizer: Any, train: Any) -> Drafter:
+        family, fields = self.family, dict(self.drafter)
+        source = fields.pop("init_from", None)
+        if source is not None:
+            return AutoDrafter.from_pretrained(source, dtype=torch.float32, **fields)
+        del fields["family"]
+        vocabulary = None
+        if self.draft_vocab is not None:
+            size = target.config.get_text_config().vocab_size
+            always = [token for token in control_tokens(tokenizer, target.generation_config) if token < size]
+            vocabulary = draft_vocabulary(self.draft_vocab, lambda: count_answers(train, size), always)
+            fields.update(own_head=True, draft_vocab_size=len(vocabulary.ids))
+        commit = getattr(target.config, "_commit_hash", None)
+        fields = {"target_name": self.target["name"], "target_revision": commit, **fields}
+        drafter = family(family.config_class.for_target(target.config, tokenizer, **fields))
+        if getattr(drafter.config, "own_head", False) and drafter.config.hidden_size == target.config.hidden_size:
+            initialize_head(drafter, TargetView(target), None if vocabulary is None else vocabulary.ids)
+        return drafter
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2's floats: PyYAML takes 6e-4 for a string."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)$"), list("-+.0123456789")
+)
+
+
+def _override(values: dict, item: str) -> None:
+    key, equals, text = item.partition("=")
+    if not equals or not key:
+        raise ValueError(f"expected key=value such as trainer.learning_rate=1e-4, got {item!r}")
+    *sections, last = key.split(".")
+    for section in sections:
+        inner = values.get(section)
+        if isinstance(inner, str) and section in _SHORT:
+            inner = {_SHORT[section]: inner}
+        values[section] = inner = {} if inner is None else inner
+        if not isinstance(inner, dict):
+            raise ValueError(f"{item!r}: {section} is no section of keys")
+        values = inner
+    values[last] = yaml.load(text, _Loader)
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ModuleNotFoundError:
+        raise ValueError("lora needs peft: pip install 'hf_specdraft[train]'") from None
+    return peft
+
+
+def _fields(config_class: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(config_class) if field.init]
+
+
+def _refuse_unknown(section: str, given: Iterable[str], known: Iterable[str]) -> None:
+    known = list(known)
+    for key in given:
+        if key not in known:
+            raise ValueError(f"{section + '.' if section else ''}{_unknown(key, known)}")
+
+
+def _unknown(key: str, known: Iterable[str]) -> str:
+    names = sorted(map(str, known))
+    near = difflib.get_close_matches(str(key), names, n=1, cutoff=0)
+    return f"{key} is unknown" + (f"; did you mean {near[0]}?" if near else "; it takes no keys")
+
+
+def _require(condition: Any, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
