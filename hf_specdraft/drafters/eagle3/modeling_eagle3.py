@@ -165,7 +165,7 @@ class Eagle3Drafter(HeadedDrafter):
         # The final norm's weights are not public, but the size of what leaves it is; tokens from everywhere will do.
         ids = torch.linspace(0, view.vocab_size - 1, 64, device=view.device).long()[None]
         states = target(input_ids=ids, output_hidden_states=[view.num_layers]).hidden_states[-1]
-        size = float(states.float().square().mean(-1).sqrt().mean())
+        size = float(states.float().square().mean(-1).sqrt().median())
         self.norm.weight.fill_(size)
         if config.reads_final and config.hidden_size == view.hidden_size:
             self.fc.weight.zero_()

@@ -86,9 +86,9 @@ def unroll_eagle3(
 
 
 def _columns(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Columns [B, A] of each row's anchors, and which of them are real [B, A]; the rest stand at column 1."""
+    """Columns [B, A] of each row's anchors (A is one at least), and which of them are real; the rest are column 1."""
     counts = chosen.sum(1)
-    order = (~chosen).long().argsort(dim=1, stable=True)[:, : int(counts.max())]
+    order = (~chosen).long().argsort(dim=1, stable=True)[:, : max(1, int(counts.max()))]
     real = torch.arange(order.shape[1], device=order.device) < counts[:, None]
     return order.where(real, 1), real
 
