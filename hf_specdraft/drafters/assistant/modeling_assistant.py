@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -10,6 +11,9 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from ...cache import RowCache, can_realign, record_past
 from ...draft import Commit, Context, Draft, Law
+from ...training.anchors import choose_anchors, following
+from ...training.features import TargetLaw
+from ...training.records import TrainingBatch, Unrolled
 from ...verification import argmax, sample
 from .. import register
 from ..base import Drafter, Session, TargetView, base_module
@@ -89,6 +93,45 @@ class AssistantDrafter(Drafter):
     def draft_pass(self, *args, **kwargs):
         """The assistant's own forward."""
         return self.model(*args, **kwargs)
+
+    def unroll(
+        self,
+        view: TargetView,
+        batch: TrainingBatch,
+        anchors: int | None = None,
+        slots: int = 1,
+        generator: torch.Generator | None = None,
+    ) -> Unrolled:
+        """The assistant's states along the texts, as plain fine-tuning has them (FastDraft, 2411.11055).
+
+        anchors: how many of each document (`choose_anchors`), all by default: they cost the vocabulary side only.
+        slots: one, as a draft's later tokens are the first ones of later anchors. With config.num_assistant_tokens the
+            matches with the target's text are those of drafting, for `simulation.simulate`.
+        """
+        batch = batch.to(self.device)
+        real = batch.document_ids > 0
+        # Documents apart: every architecture takes an ordinary right-padded batch.
+        document = ((batch.position_ids == 0) & real).flatten().cumsum(0) - 1
+        place = document.clamp(min=0), batch.position_ids.flatten()
+        size = int(document[-1]) + 1, int(batch.position_ids[real].max()) + 1
+        ids, mask = (torch.zeros(size, dtype=torch.long, device=self.device) for _ in range(2))
+        known = tuple(index[real.flatten()] for index in place)
+        rows = self.model.config.get_text_config(decoder=True).vocab_size
+        ids[known], mask[known] = batch.input_ids[real].clamp(max=rows - 1), 1
+        states = self.model.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+        starts = choose_anchors(batch, anchors, generator).flatten().nonzero().flatten()
+        labels, before, valid = following(batch, starts, slots)
+        hidden = states[tuple(index[before] for index in place)]
+        return Unrolled(hidden, labels, before, valid, anchors=starts)
+
+    def logits(self, view: TargetView, hidden: Tensor) -> Tensor:
+        raw = self.model.get_output_embeddings()(hidden)
+        # Rows that the target does not have are never drafted.
+        return self._law.shaped(raw)[..., : view.vocab_size]
+
+    @cached_property
+    def _law(self) -> TargetLaw:
+        return TargetLaw(self.model)
 
     def start(self, view: TargetView, batch: int) -> AssistantSession:
         return AssistantSession(self, view.vocab_size, batch)
