@@ -87,9 +87,9 @@ class HeadedDrafter(Drafter):
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, LowRankHead):  # logits of unit variance for normed hidden states
-            for linear in (module.down, module.up):
-                initialization.normal_(linear.weight, std=linear.in_features**-0.5)
+        head = getattr(self, "lm_head", None)
+        if isinstance(head, LowRankHead) and module in (head.down, head.up):
+            initialization.normal_(module.weight, std=module.in_features**-0.5)  # unit variance stays unit variance
 
     def get_output_embeddings(self) -> nn.Module | None:
         """The own head, if it is one matrix."""
