@@ -19,8 +19,8 @@ from .data import data
 from .export import export
 from .generate import generate
 from .inspect import inspect
-from .vocabulary import vocabulary
 from .train import train
+from .vocabulary import vocabulary
 
 app = typer.Typer(
     help="Speculative decoding for transformers: run, check, measure, inspect, train, describe and export drafters.",
