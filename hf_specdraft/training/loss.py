@@ -26,8 +26,8 @@ class DraftLoss:
         `mean_clip` of those with a clip is AdaFlash's published one: of the slot's value divided by the batch's slots.
     weighting: how slots weigh: a name, or {name: options}: "uniform", {"decay": {"gamma": 4}}, "geometric", "dpace".
     normalise: what the sum is divided by: "weights" of the slots, "count" of the slots, or "anchors".
-    chunk_size: anchors whose logits exist at a time; None for as many as `chunk_bytes` of float32 logits allow. A few
-        tensors of that size live at once.
+    chunk_size: anchors whose logits exist at a time; None for as many as `chunk_bytes` of float32 logits allow, of
+        which training holds about six copies.
     teacher_metrics: compute the target's law for the metrics even where no term asks for it.
     Raises ValueError for unknown names and options.
     """
