@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from hf_specdraft import cli
 from hf_specdraft.training import data
+from hf_specdraft.training.answers import AnswerFile
 from hf_specdraft.training.conversations import ChatEncoder, Written
 
 CHATML = (
@@ -316,7 +317,9 @@ def test_rows_of_every_form_are_read(tmp_path):
             "answer_ids": ids[1],
         },
     ]
-    train, _, _ = prepared(tmp_path, rows, held_out=0)
+    # As datasets has them: every field in every row.
+    fields = {key for row in rows for key in row}
+    train, _, _ = prepared(tmp_path, [{key: row.get(key) for key in fields} for row in rows], held_out=0)
     said = {}
     for row in train:
         said[row["id"]] = re.sub(
@@ -420,6 +423,27 @@ def test_the_command_goes_from_prompts_to_a_folder(target, tmp_path):
         call(*ask[:-1], 9)
 
 
+def test_the_command_stops_and_continues(target, tmp_path, monkeypatch):
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out"
+    prompts.write_text("".join(json.dumps({"prompt": f"count to {i}"}) + "\n" for i in range(4)))
+    ask = ("--target", target, "--prompts", prompts, "--out", out, "--max-new-tokens", 4, "--batch-size", 1)
+    append = AnswerFile.append
+
+    def interrupted(self, rows):
+        if len(self.rows) == 2:
+            raise KeyboardInterrupt
+        append(self, rows)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AnswerFile, "append", interrupted)
+        stopped = call(*ask)
+    assert stopped.exit_code == 130 and "the same command continues" in " ".join(stopped.stderr.split())
+    kept = (out / "answers.jsonl").read_text()
+    assert len(kept.splitlines()) == 2 and not (out / "train").exists()
+    assert call(*ask, "--held-out", 0).exit_code == 0
+    assert (out / "answers.jsonl").read_text().startswith(kept) and len(data.load(out)[0]) == 4
+
+
 def test_the_command_says_what_is_wrong(target, tmp_path, monkeypatch, capsys):
     def main(*arguments):
         monkeypatch.setattr("sys.argv", ["hf-specdraft", "data", *map(str, arguments)])
@@ -436,6 +460,8 @@ def test_the_command_says_what_is_wrong(target, tmp_path, monkeypatch, capsys):
     )
     code, said = main(*to, "--prompts", empty)
     assert code == 1 and said == f"hf-specdraft: {empty} holds no rows"
+    code, said = main(*to, "--prompts", empty, "--extra", "{")
+    assert code == 1 and said.startswith("hf-specdraft: --extra {: not JSON")
     code, said = main(*to, "--prompts", tmp_path / "none.jsonl")
     assert code == 2 and "does not exist" in said
     code, said = main("--target", tmp_path / "none", "--out", tmp_path / "out", "--prompts", empty)

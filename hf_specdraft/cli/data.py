@@ -61,6 +61,10 @@ def data(
 
     datasets.disable_progress_bars()
     chat = dict(_argument(item) for item in mode)
+    try:
+        fields = json.loads(extra)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--extra {extra}: not JSON ({error})") from error
     about: dict[str, Any] = {
         "target": target,
         "revision": getattr(AutoConfig.from_pretrained(target), "_commit_hash", None),
@@ -76,9 +80,7 @@ def data(
             loaded, _ = evaluation.load_target(target, dtype.value, device)
             local = writing.LocalWriter(loaded, tokenizer, batch_size, **law)
         if server is not None:
-            remote = writing.ServerWriter(
-                server, model or target, concurrency=concurrency, extra=json.loads(extra), **law
-            )
+            remote = writing.ServerWriter(server, model or target, concurrency=concurrency, extra=fields, **law)
         answers = out / "answers.jsonl"
         try:
             asked = [] if prompts is None else writing.read_prompts(prompts)

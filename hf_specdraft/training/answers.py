@@ -130,6 +130,7 @@ class ChatPrompt:
 
         Raises ValueError for anything else, naming the row.
         """
+        row = present(row)
         name = str(row.get("id", f"{source}-{number}"))
         source = str(row.get("source") or row.get("category") or source)
         try:
@@ -153,6 +154,11 @@ class ChatPrompt:
                 f"prompt {name!r}: expected `prompt` (text), `turns` (texts) or `messages` (role, content) ({error!r})"
             ) from error
         return cls(name, source, opening, later, given)
+
+
+def present(row: Mapping[str, Any]) -> Row:
+    """A row's fields but those that datasets fills in with None because other rows have them."""
+    return {key: value for key, value in row.items() if value is not None}
 
 
 def read_prompts(path: str | Path) -> list[ChatPrompt]:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .answers import ChatPrompt, Row, normalised, read_rows
+from .answers import ChatPrompt, Row, normalised, present, read_rows
 from .conversations import ChatEncoder, Messages, Written
 
 ABOUT = "specdraft.json"
@@ -80,6 +80,7 @@ def prepare(
     for number, row in enumerate(given, 1):
         if not isinstance(row, Mapping):
             raise ValueError(f"row {number}: expected an object, got {row!r}; of a DatasetDict give one split")
+        row = present(row)
         name = str(row.get("id", number))
         try:
             messages, written = conversation(row)
