@@ -18,10 +18,11 @@ from hf_specdraft.training.loss import DraftLoss
 from hf_specdraft.training.trainer import DraftTrainer, last_checkpoint
 
 
-def make_target() -> LlamaForCausalLM:
+def make_target(**changes) -> LlamaForCausalLM:
     torch.manual_seed(1)
     sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4)
-    return LlamaForCausalLM(LlamaConfig(**sizes, initializer_range=0.5, bos_token_id=None, eos_token_id=None)).eval()
+    tokens = dict(bos_token_id=None, eos_token_id=None, pad_token_id=0)
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, **tokens, "initializer_range": 0.5, **changes})).eval()
 
 
 def make_drafter(**fields) -> BlockDrafter:

@@ -227,11 +227,17 @@ class TrainConfig:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's floats: PyYAML takes 6e-4 for a string."""
+    """YAML 1.2's numbers and truth values: PyYAML takes 6e-4 for text, and the `no` of eval_strategy for false."""
+
+    yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":bool")]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
 
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile("(true|false)$", re.IGNORECASE), list("tTfF"))
 _Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)$"), list("-+.0123456789")
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
 )
 
 

@@ -1,0 +1,201 @@
+"""hf-specdraft train on a tiny model: its config, what it writes and continues, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from test_cli import byte_tokenizer, call
+from test_trainer import make_target
+
+from hf_specdraft.drafters import AutoDrafter
+from hf_specdraft.publishing import Provenance
+from hf_specdraft.training.config import TrainConfig
+from hf_specdraft.training.data import load, prepare
+
+EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "train_block.yaml"
+TEXTS = ["abcabcabc", "hello, hello", "one two three", "0123456789", "xyxyxy", "to be or not", "la la la", "round and"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A folder with a target, a data folder of its answers, and prompts."""
+    folder = tmp_path_factory.mktemp("train")
+    tokenizer = byte_tokenizer()
+    target = make_target(vocab_size=256)
+    target.save_pretrained(folder / "target")
+    tokenizer.save_pretrained(folder / "target")
+    rows = []
+    for number, text in enumerate(TEXTS):
+        ids = tokenizer(text + ">", return_tensors="pt").input_ids
+        answer = target.generate(ids, max_new_tokens=16, do_sample=False)[0, ids.shape[1] :].tolist()
+        rows.append({"id": str(number), "prompt": text, "answer": tokenizer.decode(answer), "answer_ids": answer})
+    prepare(rows, tokenizer, folder / "answers", held_out=0.3, mode={})
+    prompts = [{"id": str(i), "category": "ab"[i % 2], "turns": [t]} for i, t in enumerate(TEXTS[:4])]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(p) + "\n" for p in prompts))
+    return folder
+
+
+@pytest.fixture
+def config(place, tmp_path) -> Path:
+    """The example, made tiny."""
+    values = yaml.safe_load(EXAMPLE.read_text())
+    values.update(target=str(place / "target"), data=str(place / "answers"))
+    values["eval_prompts"] = {"file": str(place / "prompts.jsonl"), "per_category": 1}
+    values["drafter"].update(block_size=4, mask_token_id=255)
+    values["trainer"].update(
+        output_dir=str(tmp_path / "out"),
+        max_steps=4,
+        eval_steps=2,
+        logging_steps=1,
+        use_cpu=True,
+        bf16=False,
+        learning_rate="1e-2",
+        per_device_train_batch_size=1,
+        eval_max_new_tokens=8,
+        disable_tqdm=True,
+        save_total_limit=4,
+        save_strategy="steps",
+        save_steps=2,
+    )
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(values).replace("'1e-2'", "1e-2"))
+    return file
+
+
+def test_train_writes_a_drafter_with_its_facts(config, place, tmp_path):
+    said = call("train", config, "recipe=tiny")
+    out = tmp_path / "out"
+    assert said.stdout.splitlines()[-1] == f"4 steps, best tau {best_of(out):.3f}; drafter in {out}"
+    drafter = AutoDrafter.from_pretrained(out)
+    assert (drafter.config.block_size, drafter.config.num_target_layers) == (4, 4)
+    assert drafter.config.target_name == str(place / "target")
+    assert drafter.config.chat_template_sha256 == Provenance.load(out).chat_template["sha256"] != ""
+    facts = Provenance.load(out)
+    assert facts.recipe == "tiny" and facts.seconds > 0 and facts.data["splits"]["train"]["rows"] > 0
+    assert facts.command.startswith("hf-specdraft ")
+    best = json.loads((out / "checkpoint-4" / "trainer_state.json").read_text())["best_global_step"]
+    assert facts.steps == best
+    assert Provenance.load(out / "checkpoint-2").steps == 2
+    saved = load_file(out / f"checkpoint-{best}" / "model.safetensors")
+    assert all(torch.equal(value, saved[name]) for name, value in drafter.state_dict().items())
+    assert {"training_log.json", "training.png", "train.yaml", "README.md"} <= {path.name for path in out.iterdir()}
+    assert TrainConfig.read(out / "train.yaml").recipe == "tiny"
+    assert any("eval_tau_b" in entry for entry in json.loads((out / "training_log.json").read_text()))
+
+
+def best_of(out: Path) -> float:
+    return max(
+        entry["eval_tau"] for entry in json.loads((out / "training_log.json").read_text()) if "eval_tau" in entry
+    )
+
+
+def test_resume_continues_and_init_from_starts_anew(config, place, tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    still = ("trainer.eval_strategy=no", "trainer.load_best_model_at_end=false")
+    call("train", config, *still, f"trainer.output_dir={whole}")
+    call("train", config, *still, f"trainer.output_dir={parts}")
+    for name in ("checkpoint-4", "model.safetensors"):
+        shutil.rmtree(parts / name) if (parts / name).is_dir() else (parts / name).unlink()
+    call("train", config, *still, f"trainer.output_dir={parts}", "--resume")
+    first, second = (load_file(folder / "model.safetensors") for folder in (whole, parts))
+    assert all((first[name] - second[name]).abs().max() < 1e-6 for name in first)
+
+    with pytest.raises(ValueError, match="holds checkpoints of an earlier run: continue it with --resume"):
+        call("train", config, *still, f"trainer.output_dir={parts}")
+    with pytest.raises(ValueError, match="started with another loss: resume with its own config"):
+        call("train", config, *still, f"trainer.output_dir={parts}", "--resume", "loss.terms=ce")
+    with pytest.raises(ValueError, match="--resume continues .* drafter.init_from starts a new one"):
+        call("train", config, f"drafter.init_from={whole}", "--resume")
+    with pytest.raises(ValueError, match="holds no whole checkpoint to resume"):
+        call("train", config, "--resume")
+
+    warm = yaml.safe_load(config.read_text())
+    warm["drafter"] = {"init_from": str(whole)}
+    config.write_text(yaml.safe_dump(warm))
+    call("train", config, *still, "trainer.max_steps=1", "trainer.save_strategy=no")
+    third = load_file(tmp_path / "out" / "model.safetensors")
+    # The first step of the warm-up has a rate of 0.
+    assert all(torch.equal(first[name], third[name]) for name in first)
+
+
+def test_lora_saves_an_adapter_only(config, tmp_path):
+    call("train", config, "trainer.max_steps=1", "trainer.eval_strategy=no", "trainer.load_best_model_at_end=false")
+    values = yaml.safe_load(config.read_text())
+    values.update(drafter={"init_from": str(tmp_path / "out")}, lora={"r": 2, "target_modules": ["q_proj", "v_proj"]})
+    values["trainer"].update(output_dir=str(tmp_path / "adapter"))
+    config.write_text(yaml.safe_dump(values))
+    call("train", config)
+    names = {path.name for path in (tmp_path / "adapter").iterdir()}
+    assert "adapter_model.safetensors" in names and "model.safetensors" not in names
+    assert Provenance.load(tmp_path / "adapter").recipe == "dflash"
+
+
+def test_draft_vocab_makes_an_own_head_of_the_most_frequent_tokens(config, place, tmp_path):
+    call(
+        "train",
+        config,
+        "draft_vocab=64",
+        "trainer.max_steps=1",
+        "trainer.eval_strategy=no",
+        "trainer.load_best_model_at_end=false",
+        "trainer.save_strategy=no",
+    )
+    drafter = AutoDrafter.from_pretrained(tmp_path / "out")
+    head = load_file(place / "target" / "model.safetensors")["lm_head.weight"]
+    assert torch.equal(drafter.lm_head.weight, head[drafter.draft_token_ids])  # the warm-up's first rate is 0
+    written = {token for row in load(place / "answers")[0] for token in row["input_ids"][-16:]}
+    assert len(written & set(drafter.draft_token_ids.tolist())) == min(64, len(written))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trainer.learning_rte=1", r"trainer.learning_rte is unknown; did you mean learning_rate\?"),
+        ("drafter.blocksize=4", r"drafter.blocksize is unknown; did you mean block_size\?"),
+        ("drafter.family=blok", r"drafter.family.blok is unknown; did you mean block\?"),
+        ("loss.term=ce", r"loss.term is unknown; did you mean terms\?"),
+        ("unroll.anchor=3", r"unroll.anchor is unknown; did you mean anchors\?"),
+        ("eval_prompts.files=x", r"eval_prompts.files is unknown; did you mean file\?"),
+        ("target.revison=x", r"target.revison is unknown; did you mean revision\?"),
+        ("lossy=1", r"lossy is unknown; did you mean loss\?"),
+        ("lora.rank=2", r"lora.rank is unknown; did you mean"),
+        ("loss.terms=cee", "cee"),
+        ("drafter=block", "drafter must be a section of keys, but it is 'block'"),
+        ("trainer.output_dir=", "trainer has no output_dir"),
+        ("drafter.init_from=x", "either family .* or init_from"),
+        ("lora.r=2", "lora adapts a trained drafter"),
+        ("data=nowhere", "nowhere is no data folder"),
+        ("target=./nowhere", "nowhere"),
+        ("features=nowhere", "nowhere holds no captured features"),
+        ("eval_prompts=nowhere", "nowhere"),
+        ("drafter.num_target_layers=9", "built for a target of 9 layers but the target has 4"),
+        ("trainer", "expected key=value such as"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_is_written(override, message, config, tmp_path):
+    with pytest.raises((ValueError, OSError), match=message):
+        call("train", config, override)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_config_that_is_none_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="there is no config file"):
+        call("train", tmp_path / "none.yaml")
+    (tmp_path / "text.yaml").write_text("hello")
+    with pytest.raises(ValueError, match="must hold keys such as target"):
+        call("train", tmp_path / "text.yaml")
+    (tmp_path / "broken.yaml").write_text("a: [1")
+    with pytest.raises(ValueError, match="is not valid YAML"):
+        call("train", tmp_path / "broken.yaml")
+
+
+def test_values_are_read_as_yaml_1_2_has_them(config):
+    given = {"learning_rate": "6e-4", "weight_decay": "1.5E-3", "eval_strategy": "no", "bf16": "true", "seed": "7"}
+    read = TrainConfig.read(config, [f"trainer.{key}={value}" for key, value in given.items()]).trainer
+    assert [read[key] for key in given] == [6e-4, 1.5e-3, "no", True, 7]
