@@ -226,7 +226,10 @@ def test_an_adapter_is_part_of_the_target():
 
 def test_laws_of_packed_heads_and_changing_vocabularies():
     class Packed(nn.Linear):
-        """Stands for a quantised layer: its weight is not one that a caller may slice."""
+        """Stands for a quantised layer: its weight means something only to itself."""
+
+        def forward(self, hidden):
+            return super().forward(hidden) / 2
 
     model_ = tiny_llama()
     plain = TargetLaw(model_)
@@ -235,7 +238,7 @@ def test_laws_of_packed_heads_and_changing_vocabularies():
     for ids in ([1, 5], [2, 9, 11], [2, 9, 12]):
         same(plain(hidden, torch.tensor(ids)), whole[..., ids])
     packed = Packed(32, VOCAB, bias=False)
-    packed.weight = model_.lm_head.weight
+    packed.weight = nn.Parameter(2 * model_.lm_head.weight.detach())
     model_.set_output_embeddings(packed)
     same(TargetLaw(model_)(hidden, torch.tensor([1, 5])), whole[..., [1, 5]])
 
@@ -369,6 +372,19 @@ def test_a_full_disk_loses_nothing_finished(tmp_path):
     assert not list(folder.glob("*.partial"))
     batch, index = taken(data, 2, 1, 0)
     same(captured(batch, index).features, LiveFeatures(model_, (0,))(batch).features)
+
+
+def test_partial_files_are_removed(tmp_path, dataset, monkeypatch):
+    """Also where the failure comes with the file written and not yet in its place."""
+
+    def full(source, place):
+        assert Path(source).is_file()
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("os.replace", full)
+    with pytest.raises(OSError, match="cannot write manifest.json .*No space left"):
+        capture(tiny_llama(), dataset, (0,), tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_captures_of_something_else_are_refused(tmp_path, dataset):
