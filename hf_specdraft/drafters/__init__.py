@@ -60,7 +60,11 @@ class AutoDrafter:
     def read_config(name_or_path: str | Path, **kwargs: Any) -> dict:
         """The checkpoint's config.json as it stands."""
         hub = {k: kwargs[k] for k in ("revision", "token", "cache_dir", "force_download", "subfolder") if k in kwargs}
-        file = cached_file(str(name_or_path), CONFIG_NAME, **hub)
+        try:
+            file = cached_file(str(name_or_path), CONFIG_NAME, **hub)
+        except OSError as error:
+            # Offline, upstream says neither what was wanted nor of whom.
+            raise OSError(f"cannot read the drafter {name_or_path}: {error}") from error
         if file is None:
             raise OSError(
                 f"{name_or_path} holds no {CONFIG_NAME}, so it is no drafter; give the folder it was saved to"

@@ -184,7 +184,8 @@ def _eval_results(measured: dict) -> list[EvalResult]:
         EvalResult(
             task_type="text-generation",
             dataset_type=settings["prompts"],
-            dataset_name=f"{settings['prompts']} ({row['category']})",
+            dataset_name=settings["prompts"],
+            dataset_config=row["category"],
             metric_type=kind,
             metric_name=name,
             metric_value=round(value, 3),
