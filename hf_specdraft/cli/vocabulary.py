@@ -53,9 +53,13 @@ def vocabulary(
     model, tokenizer = evaluation.load_target(target, dtype.value, device)
     text = model.config.get_text_config()
     whole = text.vocab_size
-    counts = v.count_answers(load_from_disk(str(answers)), whole)
+    data = load_from_disk(str(answers))
+    if len(data) < 2:
+        raise ValueError(f"{answers} holds {len(data)} rows; coverage is measured between two halves of the answers")
+    halves = [v.count_answers(data.shard(2, half, contiguous=False), whole) for half in (0, 1)]
+    counts = halves[0] + halves[1]
     always = [token for token in v.control_tokens(tokenizer, model.generation_config) if token < whole]
-    covered = v.coverage(counts, always)
+    covered, unseen = v.coverage(counts, always), v.unseen_coverage(*halves, always)
     least = v.smallest_size(covered, coverage, len(always))
 
     sizes = sorted({*(1 << n for n in range(10, whole.bit_length())), least, size or whole, whole})
@@ -64,21 +68,23 @@ def vocabulary(
     rest = v.measure_target(model, depth + 1) + layers_ms / 1000
 
     def utility_of(rows: int) -> float:
-        share, head = float(covered[rows - 1]), calls * measured(rows)
+        share, head = float(unseen[rows - 1]), calls * measured(rows)
         if utility is Utility.linear:
             return v.linear(share, head, calls * measured(whole), weight)
         return v.speed(share, head, acceptance, depth, rest)
 
     chosen = v.Vocabulary.largest(counts, size or v.choose_size(utility_of, least, whole), always)
-    view = Table("tokens", "coverage", "head ms", utility.value)
+    view = Table("tokens", "coverage", "of unseen answers", "head ms", utility.value)
     for rows in sorted({*sizes, len(chosen.ids)}):
         mark = "[bold]" if rows == len(chosen.ids) else ""
-        cells = f"{rows}", f"{covered[rows - 1]:.4f}", f"{calls * measured(rows) * 1e3:.3f}", f"{utility_of(rows):.3f}"
+        shares = f"{covered[rows - 1]:.4f}", f"{unseen[rows - 1]:.4f}"
+        cells = f"{rows}", *shares, f"{calls * measured(rows) * 1e3:.3f}", f"{utility_of(rows):.3f}"
         view.add_row(*(mark + cell for cell in cells))
     console = Console()
     console.print(view)
     chosen.save(output, target=target, answers=answers.name, coverage=f"{chosen.coverage:.6f}")
     console.print(
         f"{len(chosen.ids)} of {whole} tokens, {chosen.coverage:.2%} of {int(counts.sum())} counted, "
-        f"{len(always)} kept always; written to {output}"
+        f"{len(always)} kept always; written to {output}",
+        soft_wrap=True,
     )

@@ -24,7 +24,7 @@ from .capture import CapturedFeatures
 from .data import load
 from .loss import DraftLoss
 from .trainer import DraftTrainer, last_checkpoint
-from .vocabulary import control_tokens, count_answers, draft_vocabulary, initialize_head
+from .vocabulary import control_tokens, count_answers, draft_vocabulary, head_states, initialize_head
 
 CONFIG_NAME = "train.yaml"
 # Sections that may be written as one value, and the key it stands for.
@@ -222,7 +222,8 @@ class TrainConfig:
         fields = {"target_name": self.target["name"], "target_revision": commit, **fields}
         drafter = family(family.config_class.for_target(target.config, tokenizer, **fields))
         if getattr(drafter.config, "own_head", False) and drafter.config.hidden_size == target.config.hidden_size:
-            initialize_head(drafter, TargetView(target), None if vocabulary is None else vocabulary.ids)
+            hidden = head_states(target, train) if drafter.config.draft_head_rank else None
+            initialize_head(drafter, TargetView(target), None if vocabulary is None else vocabulary.ids, hidden)
         return drafter
 
 

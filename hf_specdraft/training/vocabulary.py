@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.benchmark import Timer
 
-from ..drafters.base import TargetView
+from ..drafters.base import TargetView, base_module
 from ..heads import HeadedDrafter, LowRankHead
 
 if TYPE_CHECKING:
@@ -78,6 +78,13 @@ def coverage(counts: Tensor, always: Iterable[int] = ()) -> Tensor:
     """[V] float64: entry K - 1 is the share of counted tokens within the K first of `ranked`. It bounds how many drafts
     of a head of K rows can be accepted."""
     return counts[ranked(counts, always)].cumsum(0) / counts.sum().double()
+
+
+def unseen_coverage(first: Tensor, second: Tensor, always: Iterable[int] = ()) -> Tensor:
+    """[V] float64: as `coverage`, of answers that were not counted, from the counts of two halves of the answers: each
+    half within what the other would keep. Few answers cover themselves far better than any others."""
+    shares = [b[ranked(a, always)].cumsum(0) / b.sum().double() for a, b in ((first, second), (second, first))]
+    return torch.stack(shares).mean(0)
 
 
 @dataclass
@@ -152,9 +159,10 @@ class HeadTimes:
 
 
 def measure(function: Callable[[], Any], seconds: float = 0.2) -> float:
-    """Median duration of a call, after a warm-up, on as many threads as torch has; waits for an accelerator."""
+    """Least duration of a call (what else the machine does only adds to it), on as many threads as torch has; waits for
+    an accelerator."""
     timer = Timer("function()", globals={"function": function}, num_threads=torch.get_num_threads())
-    return timer.blocked_autorange(min_run_time=seconds).median
+    return min(timer.blocked_autorange(min_run_time=seconds).times)
 
 
 @torch.inference_mode()
@@ -266,6 +274,29 @@ def head_rows(view: TargetView, ids: Tensor | None = None) -> Tensor:
     return torch.cat(parts).T.contiguous()
 
 
+@torch.inference_mode()
+def head_states(target: PreTrainedModel, dataset: Dataset, tokens: int | None = None) -> Tensor:
+    """[N, H] float32: what the target's head reads where the target wrote, in the first rows of a dataset.
+
+    tokens: how many states to gather at least, if there are as many; by default 8 per dimension, enough for a moment.
+    Packed documents see each other here, which moves a state but hardly the moment.
+    """
+    states: list[Tensor] = []
+    head = base_module(target.get_output_embeddings())
+    hook = head.register_forward_pre_hook(lambda module, inputs: states.append(inputs[0][0].float()))
+    found: list[Tensor] = []
+    try:
+        for row in dataset.select_columns(["input_ids", "loss_mask"]):
+            target(torch.tensor([row["input_ids"]], device=target.device), use_cache=False)
+            own = torch.tensor(row["loss_mask"][1:], device=target.device)  # a token is foreseen one column earlier
+            found.append(states.pop()[:-1][own])
+            if sum(map(len, found)) >= (tokens or 8 * found[0].shape[1]):
+                break
+    finally:
+        hook.remove()
+    return torch.cat(found)
+
+
 def factorize(rows: Tensor, rank: int, hidden: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """down [r, H] and up [K, r] whose product is nearest to `rows` [K, H] in the logits it gives: the truncated SVD of
     W C^(1/2), C the second moment of `hidden` [N, H] (by default the identity, which is the plain truncated SVD)."""
@@ -295,8 +326,9 @@ def initialize_head(
 ) -> None:
     """Start a drafter's own head from a copy of the target's; the target is left as it is.
 
-    ids: [K] tokens of a trimmed head. hidden: [N, H] states such as the head will read (the target's `last_hidden` of
-    some text), by which a low-rank head is fitted. Raises ValueError when head and target do not fit.
+    ids: [K] tokens of a trimmed head. hidden: [N, H] states such as the head will read (`head_states`), by which a
+    low-rank head is fitted: without them SmolLM2-135M's of rank 144 agrees with the full head about 1.5 % of the
+    likeliest tokens, with them about 56 %. Raises ValueError when head and target do not fit.
     """
     config = drafter.config
     if not config.own_head:
