@@ -24,7 +24,11 @@ if TYPE_CHECKING:
 # How to draft, for whom, and where a drafter comes from: what formats have no or another place for, and what the
 # network does not compute with.
 _TOKENS = {"bos_token_id", "eos_token_id", "pad_token_id"}
-_CONDUCT = set(DrafterConfig.__annotations__) - {"vocab_size"} - _TOKENS | {"draft_sampling", "num_target_layers"}
+_CONDUCT = set(DrafterConfig.__annotations__) - {"vocab_size"} - _TOKENS | {
+    "draft_sampling",
+    "num_target_layers",
+    "tree_width",
+}
 _BOOKKEEPING = set(DrafterConfig.__dataclass_fields__) - {"vocab_size"} | {"initializer_range"}
 
 

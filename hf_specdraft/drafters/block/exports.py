@@ -9,12 +9,18 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...heads import vocabulary_map
-from ..base import TargetView, base_module
+from ..base import TargetView
+from ..exporting import (
+    assemble,
+    copy_borrowed,
+    refuse,
+    rope_theta_and_scaling,
+    speculators_method,
+    with_vocabulary_map,
+)
 
 if TYPE_CHECKING:
     from .configuration_block import BlockConfig
@@ -53,7 +59,8 @@ def write(
     if target is not None and config.num_target_layers is None and dialect in ("zlab", "specforge", "deepspec"):
         config.num_target_layers = TargetView(target).num_layers
     if _STORES[dialect]:
-        _copy_borrowed(config, state, dialect, target, drafter.dtype)
+        copy_borrowed(dialect, config, state, target, drafter.dtype)
+        config.skip_embed_norm = False
     elif dialect == "transformers":
         _leave_embed_norm(config, target)
         config.vocab_size = None
@@ -63,9 +70,7 @@ def write(
                 f"{dialect} names the vocabulary's size, which this drafter does not know; give the target"
             )
         config.vocab_size = TargetView(target).vocab_size
-    with torch.device("meta"):
-        written = type(drafter)(config)
-    written.load_state_dict(state, assign=True)
+    written = assemble(type(drafter), config, state)
     writer = {"transformers": _transformers, "speculators": _speculators, "deepspec": _deepspec}.get(dialect, _zlab)
     values, tensors = writer(written, dialect, target)
     return written, {**values, "dtype": str(drafter.dtype).removeprefix("torch.")}, tensors
@@ -92,45 +97,7 @@ def _refuse(drafter: BlockDrafter, dialect: str) -> None:
         f"{' causal in the block' if config.sliding_causal else ''}": slides
         and (config.sliding_rule != rule or causal not in (None, config.sliding_causal)),
     }
-    found = [reason for reason, holds in reasons.items() if holds]
-    if found:
-        raise ValueError(f"the format {dialect!r} cannot express what this drafter has: {'; '.join(found)}")
-
-
-def _copy_borrowed(
-    config: BlockConfig, state: dict[str, Tensor], dialect: str, target: PreTrainedModel | None, dtype: torch.dtype
-) -> None:
-    """Give a drafter the embedding and head that it borrows, as its own."""
-    if config.own_embeddings and config.own_head:
-        return
-    if target is None:
-        raise ValueError(
-            f"{dialect} stores embedding and head, which this drafter borrows from its target; give the target, so "
-            "that they can be copied"
-        )
-    if target.dtype != dtype:
-        raise ValueError(
-            f"the target is {target.dtype} and the drafter {dtype}: copies would be rounded; load both as one dtype"
-        )
-    view = TargetView(target)
-    if config.vocab_size not in (None, view.vocab_size):
-        raise ValueError(
-            f"the drafter's vocabulary is {config.vocab_size} and the target's {view.vocab_size}; {dialect} has "
-            "one size for what is copied and what the drafter owns"
-        )
-    config.vocab_size = view.vocab_size
-    if not config.own_embeddings:
-        # What the module makes of each id: some scale their table.
-        table = view.embed(torch.arange(view.vocab_size, device=target.device), skip_norm=config.skip_embed_norm)
-        state["embed_tokens.weight"], config.own_embeddings, config.skip_embed_norm = table, True, False
-    if not config.own_head:
-        head = base_module(target.get_output_embeddings())
-        if not isinstance(head, nn.Linear) or not head.weight.is_floating_point() or head.bias is not None:
-            raise ValueError(
-                f"{dialect} stores the head as one matrix, but the target's is a {type(head).__name__} that is packed "
-                "or has a bias; load the target unquantised"
-            )
-        state["lm_head.weight"], config.own_head = head.weight, True
+    refuse(dialect, reasons)
 
 
 def _leave_embed_norm(config: BlockConfig, target: PreTrainedModel | None) -> None:
@@ -146,18 +113,6 @@ def _network(config: BlockConfig) -> dict[str, Any]:
     return {key: getattr(config, key) for key in _NETWORK} | {"attention_dropout": 0.0}
 
 
-def _rope(config: BlockConfig) -> dict[str, Any]:
-    """As transformers 4 wrote it, which z-lab's files have."""
-    scaling = dict(config.rope_parameters)
-    theta, factor = scaling.pop("rope_theta"), scaling.pop("partial_rotary_factor", None)
-    plain = scaling == {"rope_type": "default"}
-    return {
-        "rope_theta": theta,
-        "rope_scaling": None if plain else scaling,
-        **({} if factor is None else {"partial_rotary_factor": factor}),
-    }
-
-
 def _qwen3(config: BlockConfig) -> dict[str, Any]:
     slides = "sliding_attention" in config.layer_types
     return _network(config) | {
@@ -170,7 +125,7 @@ def _qwen3(config: BlockConfig) -> dict[str, Any]:
 
 def _zlab(drafter: BlockDrafter, dialect: str, target: PreTrainedModel | None) -> tuple[dict, dict[str, Tensor]]:
     config = drafter.config
-    values = _qwen3(config) | _rope(config)
+    values = _qwen3(config) | rope_theta_and_scaling(config)
     if dialect == "specforge":  # which alone writes both styles
         values |= {"rope_parameters": config.rope_parameters}
     values |= {
@@ -219,39 +174,14 @@ def _deepspec(drafter: BlockDrafter, dialect: str, target: PreTrainedModel | Non
 
 def _speculators(drafter: BlockDrafter, dialect: str, target: PreTrainedModel | None) -> tuple[dict, dict[str, Tensor]]:
     config = drafter.config
-    state = dict(drafter.state_dict())
-    if config.draft_vocab_size is not None:
-        state |= vocabulary_map(state.pop("draft_ids"), config.vocab_size)
-    same_width = config.target_hidden_size == config.hidden_size
-    values = {
+    values = speculators_method("dflash", config, target) | {
         "architectures": ["DFlashDraftModel"],
-        "speculators_model_type": "dflash",
-        "speculators_version": "0.7.0",
-        "speculators_config": {
-            "algorithm": "dflash",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [
-                {
-                    "proposal_type": "greedy",
-                    "speculative_tokens": config.num_assistant_tokens,
-                    "verifier_accept_k": 1,
-                    "accept_tolerance": 0.0,
-                }
-            ],
-            "verifier": {
-                "name_or_path": config.target_name or (target.name_or_path if target is not None else None),
-                "architectures": [] if target is None else list(target.config.architectures or ()),
-            },
-        },
         "transformer_layer_config": _qwen3(config) | {"rope_parameters": config.rope_parameters},
         "block_size": config.block_size,
         "mask_token_id": config.mask_token_id,
         # Indices of hidden_states, whose first entry is the embedding.
         "aux_hidden_state_layer_ids": [layer + 1 for layer in config.target_layer_ids],
-        "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
-        "target_hidden_size": None if same_width else config.target_hidden_size,
         "sample_from_anchor": config.anchor_drafts,
         "sliding_window_non_causal": not config.sliding_causal,
-        "tie_word_embeddings": False,
     }
-    return values, state
+    return values, with_vocabulary_map(drafter)
