@@ -17,6 +17,8 @@ IRRELEVANT = {
     *GenerationConfig().to_dict(),
     *("auto_map", "torch_dtype", "initializer_range", "use_cache", "attention_dropout", "vocab_size"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "num_anchors", "max_window_layers", "use_sliding_window"),
+    # How matrices were split, not what they are.
+    "pretraining_tp",
     # A drafter that owns neither an embedding nor a head, or stores both, has nothing to tie.
     "tie_word_embeddings",
 }
