@@ -85,6 +85,11 @@ def test_a_saved_drafter_has_a_card_that_invents_nothing(tmp_path):
     assert not re.search(r"\d\.\d\d", text.partition("## Measured")[2])
 
 
+def test_a_drafter_without_weights_claims_no_training(tmp_path):
+    NgramDrafter(NgramConfig.tiny()).save_pretrained(tmp_path)
+    assert "It has nothing to train." in text_of(tmp_path) and "not recorded |" not in text_of(tmp_path)
+
+
 def test_the_card_tells_what_training_and_the_benchmark_left(tmp_path):
     folder = tmp_path / "mine"
     fields = dict(chat_template_sha256="ab" * 32, chat_template_kwargs={"enable_thinking": False})
@@ -269,6 +274,14 @@ def test_trust_remote_code_loads_a_folder_where_nobody_imported_us(tmp_path):
     assert {f.name for f in (tmp_path / "two").iterdir()} == {f.name for f in (tmp_path / "one").iterdir()}
 
 
+def test_facts_of_the_working_directory_are_nobodys(tmp_path, monkeypatch):
+    drafter().save_pretrained(tmp_path)
+    Provenance(recipe="another's").save(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    drafter().save_pretrained(tmp_path / "made")  # the same weights, but not loaded from here
+    assert not (tmp_path / "made" / "training.json").exists()
+
+
 # The Hub --------------------------------------------------------------------------------------------------------------
 
 ONLINE = """
@@ -423,6 +436,12 @@ def test_says_when_prompts_are_not_those_of_training(trained_on, kwargs, templat
 
 def test_says_nothing_when_the_drafter_does_not():
     assert template_mismatch(drafter(), tokenizer(MODES), {"thinking": True}) is None
+
+
+@pytest.mark.parametrize("command", ["card", "export"])
+def test_the_commands_explain_themselves(command):
+    said = call(command, "--help")
+    assert said.exit_code == 0 and command in said.stdout
 
 
 def test_commands_warn_once_and_take_the_mode(tmp_path, target):

@@ -60,6 +60,7 @@ def write(
     config = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
     made, measured = Provenance.load(folder) or Provenance(), measurements(folder)
     name = repo_id or folder.resolve().name
+    free = recognise(config)[0].is_free
     kept = {}
     if (folder / README).exists():
         old = ModelCard.load(folder / README, ignore_metadata_errors=True).data.to_dict()
@@ -69,6 +70,7 @@ def write(
     if license is not None:
         kept["license"] = license
     target = config.get("target_name")
+    anybody = "any target" if free else "a target that is not recorded"
     data = ModelCardData(
         library_name="hf_specdraft",
         pipeline_tag="text-generation",
@@ -82,13 +84,13 @@ def write(
         f"---\n{data.to_yaml()}\n---",
         f"# {name.rpartition('/')[2]}",
         MARK,
-        f"Drafts for {f'`{target}`' if target else 'a target that is not recorded'} in transformers: `generate` "
+        f"Drafts for {f'`{target}`' if target else anybody} in transformers: `generate` "
         "returns what it would return without the drafter (sampling: tokens of the same law), in fewer target passes.",
         "## Use\n\n" + snippet(name, config),
-        "## What it is\n\n" + _table(_description(folder, config)),
+        "## What it is\n\n" + _table(_description(free, folder, config)),
         "## Measured\n\n" + _measured(measured),
-        "## How it was trained\n\n" + _table(_training(made, config)),
-        "## Limits\n\n" + "\n".join(f"- {line}" for line in _limits(made, measured, config)),
+        "## How it was trained\n\n" + ("It has nothing to train." if free else _table(_training(made, config))),
+        "## Limits\n\n" + "\n".join(f"- {line}" for line in _limits(free, made, measured, config)),
     ]
     path = folder / README
     path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
@@ -204,7 +206,7 @@ def _table(facts: dict[str, Any]) -> str:
     return "\n".join(lines + [f"| {label} | {UNKNOWN if value is None else value} |" for label, value in facts.items()])
 
 
-def _description(folder: Path, config: dict) -> dict[str, Any]:
+def _description(free: bool, folder: Path, config: dict) -> dict[str, Any]:
     headers = Inspection(str(folder))
     read_headers(headers, folder)
     floats = [dtype for dtype in headers.dtypes if "F" in dtype]
@@ -212,7 +214,7 @@ def _description(folder: Path, config: dict) -> dict[str, Any]:
     target, revision = config.get("target_name"), config.get("target_revision")
     return {
         "family": f"`{config['model_type']}`",
-        "target": f"`{target}`, revision {revision or UNKNOWN}" if target else None,
+        "target": f"`{target}`, revision {revision or UNKNOWN}" if target else ("any" if free else None),
         "parameters": f"{headers.parameters:,}" + (f" ({', '.join(floats)})" if floats else ""),
         "tokens drafted a round": config.get("num_assistant_tokens"),
         **({"target layers read": layers} if layers else {}),
@@ -262,13 +264,17 @@ def _template(config: dict) -> str | None:
     return None if sha256 is None else described(sha256, config.get("chat_template_kwargs"))
 
 
-def _limits(made: Provenance, measured: dict | None, config: dict) -> list[str]:
-    lines = ["Made for its target's weights: with a fine-tuned or other target the output is right, but drafts fail."]
+def _limits(free: bool, made: Provenance, measured: dict | None, config: dict) -> list[str]:
     template = _template(config)
-    if template is None:
-        lines.append("The chat template and mode it was trained on are not recorded; acceptance depends on both.")
+    if free:
+        lines = ["It drafts only what the text, or a corpus it was given, already holds."]
     else:
-        lines.append(f"Trained on {template}; under another template or mode fewer drafts are accepted.")
+        lines = [
+            "Made for its target's weights: with a fine-tuned or other target the output is right, but drafts fail.",
+            "The chat template and mode it was trained on are not recorded; acceptance depends on both."
+            if template is None
+            else f"Trained on {template}; under another template or mode fewer drafts are accepted.",
+        ]
     if measured is None:
         lines.append("Acceptance and speed are not measured; `hf-specdraft bench` tells whether it pays on a machine.")
     else:

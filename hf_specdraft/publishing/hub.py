@@ -32,7 +32,8 @@ def complete(folder: str | Path, drafter: Drafter) -> None:
     """Put beside a drafter's saved weights what others need: code for `trust_remote_code`, known facts, and a card."""
     folder = Path(folder)
     _write_code(folder, type(drafter))
-    _carry_facts(Path(drafter.name_or_path or ""), folder)
+    if drafter.name_or_path:
+        _carry_facts(Path(drafter.name_or_path), folder)
     if cards.is_ours(folder):
         cards.write(folder)
 
