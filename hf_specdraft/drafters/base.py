@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,6 +92,10 @@ _UPSTREAM_KEYS = {
 }
 
 
+# The module in a saved folder that makes transformers know the family.
+CODE = "modeling_specdraft"
+
+
 class DrafterConfig(PreTrainedConfig):
     """Fields every family has. An unknown one is a ValueError: a setting that acts on nothing hides a mistake.
 
@@ -143,10 +147,13 @@ class DrafterConfig(PreTrainedConfig):
 
     def to_dict(self) -> dict:
         """As PreTrainedConfig.to_dict. A saved folder also names AutoModel among its architectures: pipelines look for
-        the class of an assistant in transformers itself, and AutoModel is the one there that knows ours."""
+        the class of an assistant in transformers itself, and AutoModel is the one there that knows ours. And it names
+        the code that `trust_remote_code` runs (`publishing.hub` writes it)."""
         output = super().to_dict()
         if output.get("architectures"):
-            output["architectures"] = [*(a for a in output["architectures"] if a != "AutoModel"), "AutoModel"]
+            model = next(a for a in output["architectures"] if a != "AutoModel")
+            output["architectures"] = [model, "AutoModel"]
+            output["auto_map"] = {"AutoConfig": f"{CODE}.{type(self).__name__}", "AutoModel": f"{CODE}.{model}"}
         return output
 
     @classmethod
@@ -168,6 +175,8 @@ class Drafter(PreTrainedModel):
     feature_layers: tuple[int, ...] = ()
     # Whether a draft costs next to nothing (no network), so that asking in vain is no loss.
     is_free: bool = False
+    # Whether it can also draft without its network (`Context.free_only`, `Draft.free`).
+    has_free_part: bool = False
     # The published dialects that `to_dialect` writes.
     export_dialects: tuple[str, ...] = ()
     # Whether a draft's cost grows with its depth (one pass per level).
@@ -301,6 +310,10 @@ class Drafter(PreTrainedModel):
     def draft_pass(self, *args, **kwargs) -> Any:
         """One pass of the network, tensors in, tensors out."""
         raise NotImplementedError(f"{type(self).__name__} has no network")
+
+    def start_from(self, view: TargetView, batches: Iterable[TrainingBatch]) -> None:
+        """Set what a few batches, with features and last_hidden, determine in closed form, before any training step."""
+        raise ValueError(f"{type(self).__name__} has no start in closed form; leave start_texts out")
 
     def unroll(self, view: TargetView, batch: TrainingBatch, **options) -> Unrolled:
         """What this drafter would draft along the texts of a batch. options: the family's own, from the recipe."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import filecmp
-import json
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,12 +12,12 @@ from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from transformers.utils import CONFIG_NAME
 
+from ..drafters.base import CODE
 from . import cards, provenance
 
 if TYPE_CHECKING:
     from ..drafters.base import Drafter
 
-CODE = "modeling_specdraft"
 PUSH_KEYS = ("repo_id", "revision", "private", "token", "commit_message", "commit_description", "create_pr", "tags")
 # What belongs to a drafter; a trainer's folder also holds its optimizer, logs and earlier checkpoints.
 _PUBLISHED = (".safetensors", ".safetensors.index.json", ".md", ".py", ".png", ".jinja")
@@ -39,7 +38,7 @@ def complete(folder: str | Path, drafter: Drafter) -> None:
 
 
 def _write_code(folder: Path, family: type[Drafter]) -> None:
-    """A module whose import makes transformers know the family, named in the config's `auto_map`."""
+    """The module that the config's `auto_map` names."""
     model, config = family.__name__, family.config_class.__name__
     package = family.__module__.partition(".")[0]
     imports = sorted({package, "hf_specdraft"})
@@ -52,9 +51,6 @@ def _write_code(folder: Path, family: type[Drafter]) -> None:
         f"{config} = {model}.config_class",
     ]
     (folder / f"{CODE}.py").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    values = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
-    values["auto_map"] = {"AutoConfig": f"{CODE}.{config}", "AutoModel": f"{CODE}.{model}"}
-    (folder / CONFIG_NAME).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _carry_facts(source: Path, folder: Path) -> None:
