@@ -132,7 +132,7 @@ class _Call:
         if leaving is not None:
             self.active = [self.active[b] for b in leaving]
         self._end_round()
-        if before and not self.rows.all_done and (draft.shape[1] or not self.drafter.is_free):
+        if before and not self.rows.all_done and not draft.free and (draft.shape[1] or not self.drafter.is_free):
             self._measure(draft, before)
 
     def finish(self) -> SpeculativeOutput | Tensor:
@@ -201,6 +201,7 @@ class _Call:
             do_sample=self.scorer.do_sample,
             warp=self.scorer.warp,
             confidence_threshold=self.settings.confidence_threshold,
+            free_only=self.policy.free_only,
         )
 
     def _commit_tokens(self, draft: Draft, verdict: Verdict, logits: Tensor, outputs) -> list[list[int]]:
@@ -263,6 +264,7 @@ class _Call:
             adaptive=constant and self.settings.length is None and not nodes,
             sequential=drafter.is_sequential,
             free=drafter.is_free,
+            free_part=drafter.has_free_part,
         )
 
     @property

@@ -72,6 +72,7 @@ class Draft:
     confidence_kind: "pre" when it was known before the token was drawn, "own" when it looked at the token. Cutting by
         an "own" confidence makes the row a point row (verification.md, non-anticipation).
     evidence: the Block the draft was made from, for correctors and editors.
+    free: made without the network, by a drafter that has one: its cost says nothing about others.
     """
 
     tokens: Tensor
@@ -81,6 +82,7 @@ class Draft:
     confidence: Tensor | None = None
     confidence_kind: str = "own"
     evidence: Any = None
+    free: bool = False
     # Set by `chain`, so that the loop need not compare parents to know.
     is_chain: bool = False
 
@@ -197,3 +199,5 @@ class Context:
     warp: Any = field(default=lambda scores: scores)
     # Stop drafting after a token drafted with less confidence than this (assistant_confidence_threshold), when given.
     confidence_threshold: float | None = None
+    # The network does not pay at present: only what is drafted without it is wanted.
+    free_only: bool = False

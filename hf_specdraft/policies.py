@@ -129,6 +129,7 @@ class FixedLength:
     """Always drafts: the same length, or transformers' heuristic (+2 after full acceptance, -1 otherwise) per row."""
 
     costs: Costs | None = None
+    free_only = False  # whether a drafter that has a free part should leave its network out of this round
 
     def cut(self, draft: Draft, going: list[bool]) -> Draft:
         """The nodes worth verifying: here, all."""
@@ -169,6 +170,8 @@ class PaysOff:
     adaptive: whether depths below the full one may be chosen; otherwise it is all or nothing.
     sequential: whether a draft's cost grows with its depth.
     free: whether a draft without any node costs nothing.
+    free_part: whether the drafter can go on without its network. Where others stop drafting it drafts without; rounds
+        without the network need no switch, and say nothing about what it gains.
     """
 
     warm_up = 3  # drafted rounds of every call before the first judgement: so many the first call needs to measure
@@ -188,14 +191,17 @@ class PaysOff:
         adaptive: bool = False,
         sequential: bool = False,
         free: bool = False,
+        free_part: bool = False,
     ):
         self.inner, self.costs, self.nodes = inner, costs, nodes
-        self.adaptive, self.sequential, self.free = adaptive, sequential, free
+        # A depth that suits the network would cut what costs nothing.
+        self.adaptive, self.sequential = adaptive and not free_part, sequential
+        self.free, self.free_part = free, free_part
         self.full = max(inner.lengths)
         self.depth: int | None = None  # None: whatever `inner` says
         self.gain, self.gap, self.waited, self.rounds = float("inf"), 0.0, 0, 0
-        self._asked = False
-        self._rated, self._mass, self._hits, self._claimed, self._used = False, 0.0, 0.0, 0.0, float(nodes)
+        self._asked = self._spared = False
+        self._rated, self._mass, self._hits, self._claimed, self._used = False, 0.0, 0.0, 0.0, float(nodes or self.full)
         self._reached: list[float] = []
         self._passed: list[float] = []
 
@@ -205,9 +211,10 @@ class PaysOff:
         Cutting by a rating that looked at the token makes drawn rows point rows, so such a draft is left as it is.
         """
         own = draft.confidence_kind == "own"
+        self._spared = draft.free
         # A free drafter needs no warm-up: its ratings say from the first round on what is worth verifying.
         if (
-            not (self.costs.known if self.free else self._ready)
+            not (self.costs.known if self.free or draft.free else self._ready)
             or draft.confidence is None
             or (own and draft.law is not None)
         ):
@@ -220,7 +227,8 @@ class PaysOff:
         rates = [self.margin * sum(going) / self.costs.plain]
         rates += [tokens / self.costs.seconds(n) for n, tokens in enumerate(expected.tolist(), 1)]
         nodes = max(range(len(rates)), key=rates.__getitem__)
-        self._used = self.memory * self._used + (1 - self.memory) * nodes
+        if not draft.free:
+            self._used = self.memory * self._used + (1 - self.memory) * nodes
         self._mass = float(best[:, :nodes].sum())
         if nodes == 0:
             return Draft.empty(draft.shape[0], draft.tokens.device)
@@ -233,11 +241,16 @@ class PaysOff:
         """Whether to decide anything; in a call that measures no later and no earlier than in those after it."""
         return self.costs.known and self.rounds >= self.warm_up
 
+    @property
+    def free_only(self) -> bool:
+        return self.free_part and not self._asked
+
     def before(self, rows: list[int]) -> list[int]:
         """Length for each of the request's rows `rows`; 0 for all while drafting does not pay."""
         self._asked = self.gain >= self.margin or self.waited >= self.gap
+        self._spared = False
         lengths = self.inner.before(rows)
-        if not self._asked:
+        if not self._asked and not self.free_part:
             return [0] * len(rows)
         return lengths if self.depth is None else [min(length, self.depth) for length in lengths]
 
@@ -250,7 +263,7 @@ class PaysOff:
         if self._rated and self.free:
             return
         self.waited += 1
-        if not self._asked or self.free and not any(offered):
+        if not self._asked or self._spared or self.free and not any(offered):
             return
         ready = self._ready
         self.rounds += 1
@@ -287,5 +300,5 @@ class PaysOff:
 
     def _seconds(self, depth: int) -> float:
         share = depth / self.full if self.sequential else 1.0
-        nodes = self._used if self._rated and self.nodes else self.nodes or depth
+        nodes = self._used if self._rated and (self.nodes or self.free_part) else self.nodes or depth
         return self.costs.seconds(nodes) + self.costs.draft * share

@@ -145,12 +145,13 @@ def _ragged(rows: Sequence[list], fill: float, dtype: torch.dtype | None = None)
     return torch.tensor([row + [fill] * (width - len(row)) for row in rows], dtype=dtype).view(len(rows), width)
 
 
-def merge(*drafts: Draft) -> Draft:
+def merge(*drafts: Draft, agreed: Callable[[float, float], float] = lambda first, later: first) -> Draft:
     """The union of several drafts of the same rows: the same token under the same parent becomes one node.
 
     Nodes keep their order, those of earlier drafts first. The result is a point draft, whatever the parts were: a node
-    is there because any of them proposed it, so it was drawn from nobody's law. A node's confidence is that of the
-    first draft that has it, and is dropped unless all drafts give one. Reads the tokens on the host.
+    is there because any of them proposed it, so it was drawn from nobody's law. A node's confidence is what `agreed`
+    makes of those of the drafts that have it, by default the first one's, and is dropped unless all drafts give one.
+    Reads the tokens on the host.
     """
     batch, device = drafts[0].shape[0], drafts[0].tokens.device
     nodes: list[dict[tuple[int, int], float]] = [{} for _ in range(batch)]
@@ -165,7 +166,7 @@ def merge(*drafts: Draft) -> Draft:
                 if real:
                     key = (place[parents[b][j]], tokens[b][j])
                     place[j] = numbers.setdefault(key, len(numbers))
-                    known.setdefault(key, confidence[b][j])
+                    known[key] = agreed(known[key], confidence[b][j]) if key in known else confidence[b][j]
     parents = _ragged([[parent for parent, _ in known] for known in nodes], -1)
     valid = _ragged([[True] * len(known) for known in nodes], False)
     merged = Draft(_ragged([[token for _, token in known] for known in nodes], 0).to(device), parents, valid)

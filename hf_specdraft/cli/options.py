@@ -25,8 +25,8 @@ class Dtype(str, Enum):
 
 
 SPEC = (
-    "A folder or Hub name of a drafter or of a small model with the target's tokenizer, or `ngram`; config fields may "
-    "follow: ngram:tree_nodes=10,policy=fixed."
+    "A folder or Hub name of a drafter or of a small model with the target's tokenizer, or `ngram`, or both as "
+    "`ngram+FOLDER`; config fields may follow: ngram:tree_nodes=10,policy=fixed."
 )
 
 Target = Annotated[str, typer.Option(help="The model to speed up: a folder or Hub name.")]

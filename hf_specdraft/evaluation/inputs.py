@@ -14,7 +14,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ..drafters import AutoDrafter, Drafter, families
 from ..drafters.assistant import AssistantDrafter
+from ..drafters.combined import CombinedDrafter
+from ..drafters.ngram import NgramConfig, NgramDrafter
 from ..inspection import recognise
+
+_NGRAM_AND = "ngram+"
 
 
 @dataclass
@@ -61,12 +65,17 @@ def load_drafter(spec: str, dtype: str = "auto", device: str = "cpu") -> Drafter
     """A drafter from a `NAME[:key=value,...]` spec.
 
     NAME is a family without weights (`ngram`), or a folder or Hub repository: a drafter that AutoDrafter reads, or a
-    causal LM as transformers saves it, which becomes an assistant. The options are fields of the drafter's config,
-    such as `ngram:tree_nodes=10,policy=fixed`.
+    causal LM as transformers saves it, which becomes an assistant. `ngram+` before it combines it with n-grams. The
+    options are fields of the drafter's config, such as `ngram:tree_nodes=10,policy=fixed`, of `ngram+` those of
+    CombinedConfig, such as `ngram+FOLDER:mode=tree`.
     Raises ValueError for an option that the config does not have.
     """
     name, _, text = spec.partition(":")
     options = dict(_option(item, spec) for item in text.split(",") if item)
+    if name.startswith(_NGRAM_AND):
+        _refuse_unknown(options, CombinedDrafter, spec)
+        network = load_drafter(name.removeprefix(_NGRAM_AND), dtype, device)
+        return CombinedDrafter.from_drafters(NgramDrafter(NgramConfig()), network, **options).to(device).eval()
     family = families().get(name) or families().get(f"specdraft_{name}")
     if family is not None and family.is_free:
         _refuse_unknown(options, family, spec)
