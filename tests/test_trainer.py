@@ -214,18 +214,21 @@ def answers(target, count=3, prompt=6, new=48) -> Dataset:
     )
 
 
+def prompts_of(data: Dataset) -> list[tuple[str, torch.Tensor]]:
+    """The prompts of `answers`, the first of a source of its own."""
+    return [("rest" if i else "first", torch.tensor(row["input_ids"][:6])) for i, row in enumerate(data)]
+
+
 def test_overfitted_drafter_decodes_what_it_was_simulated_to(target, tmp_path):
     """Field case 56: overfitting gives tau near the block size, in decoding too."""
     data = answers(target)
-    prompts = [("first", torch.tensor(data[0]["input_ids"][:6])), ("rest", torch.tensor(data[1]["input_ids"][:6]))]
-    prompts.append(("rest", torch.tensor(data[2]["input_ids"][:6])))
     run = trainer(
         target,
         tmp_path,
         data=data,
         loss=DraftLoss("ce"),
         eval_dataset=data,
-        eval_prompts=prompts,
+        eval_prompts=prompts_of(data),
         max_steps=150,
         eval_strategy="steps",
         eval_steps=50,

@@ -78,8 +78,11 @@ class BlockLayer(nn.Module):
         self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(self, x: Tensor, rope, past: tuple[Tensor, Tensor] | None, mask: Mask) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), rope, past, mask)
+    def forward(self, x: Tensor, rope, mask: Mask, known: Callable, context: Tensor | None, context_rope) -> Tensor:
+        """known: new context's keys and values, or None -> those of all context. The new ones are made in here, because
+        FSDP has a layer's weights whole, and its gradients complete, only around its forward and its tensor inputs."""
+        new = None if context is None else self.self_attn.keys_values(context, context_rope)
+        x = x + self.self_attn(self.input_layernorm(x), rope, known(new), mask)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -202,7 +205,8 @@ class BlockDrafter(HeadedDrafter):
         attention_mask: layer type -> Mask, for packed training; by default from the positions.
         """
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        positions, is_ragged, context = x.new_zeros(x.shape[0], 0, dtype=torch.long), False, None
+        positions, is_ragged = x.new_zeros(x.shape[0], 0, dtype=torch.long), False
+        context = context_rope = None
         if features is not None:
             context = self.hidden_norm(self.fc(features))
             context_rope = self.rotary_emb(context, feature_positions.clamp(min=0))
@@ -219,12 +223,16 @@ class BlockDrafter(HeadedDrafter):
                 for layer_type in set(self.config.layer_types)
             }
         rope = self.rotary_emb(x, position_ids)
+
+        def known(index: int, new: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor] | None:
+            if cache is None:
+                return new
+            if new is not None:
+                cache.write(index, *new)
+            return cache.read(index) if cache.keys else None
+
         for index, layer in enumerate(self.layers):
-            past = None if context is None else layer.self_attn.keys_values(context, context_rope)
-            if cache is not None:
-                if past is not None:
-                    cache.write(index, *past)
-                past = cache.read(index) if cache.keys else None
-            x = layer(x, rope, past, attention_mask[self.config.layer_types[index]])
+            mask = attention_mask[self.config.layer_types[index]]
+            x = layer(x, rope, mask, partial(known, index), context, context_rope)
         hidden = self.norm(x[:, slots])
         return BlockOutput(hidden, self.lm_head(hidden) if head and self.config.own_head else None)
