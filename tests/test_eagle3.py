@@ -18,6 +18,7 @@ FORMS = {
     "llama": dict(num_hidden_layers=1, qk_norm=False, fc_norm=False, norm_output=False),
     "two layers": {},
     "norms": dict(norm_before_residual=True, norm_before_fc=True, fc_norm=False),
+    "window": dict(token_window=3, token_residual=True),
     "borrowed": dict(own_embeddings=False, own_head=False, draft_vocab_size=None, num_hidden_layers=1),
 }
 each_form = pytest.mark.parametrize("form", FORMS)
@@ -73,16 +74,22 @@ def context(rows: list[int], anchors: list[int], depth: int = 4, **fields) -> Co
 def logits_alone(drafter, view, row: int, anchor: int, drafted: list[int], start: int = 0) -> torch.Tensor:
     """[1 + N, K] logits at the anchor and after each drafted token, from single passes without a cache, one row."""
     ids, states = text(row)
-    state = drafter.fuse(states[None, start:anchor])
+    window, state = drafter.config.token_window, None
     found, fed = [], ids[start + 1 : anchor + 1]
     for step in range(len(drafted) + 1):
-        embeds = drafter.embed(torch.tensor([fed]), view)
+        known = ids[: start + 1] + fed
+        tokens = [[known[max(0, at - k)] for k in range(window)] for at in range(start + 1, len(known))]
+        embeds = drafter.embed(torch.tensor([tokens]), view)
+        true = drafter.fuse(states[None, start:anchor], embeds[:, : anchor - start])
+        x = true if state is None else torch.cat((true, drafter.resume(state, embeds[:, anchor - start :])), dim=1)
         rope = drafter.rotary_emb(embeds, torch.arange(start, start + len(fed))[None])
         mask = torch.ones(len(fed), len(fed), dtype=torch.bool).tril()[None, None]
-        out = drafter(embeds, rope, state=state, attention_mask=[mask] * len(drafter.layers))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(drafter, "resume", lambda given, _: given)  # x is the residual already
+            out = drafter(embeds, rope, state=x, attention_mask=[mask] * len(drafter.layers))
         found.append(drafter.logits(view, out.last_hidden_state[0, -1]))
         # A row's own state goes on; those before it stay what they were.
-        state = torch.cat((state, out.state[:, -1:]), dim=1)
+        state = out.state[:, -1:] if state is None else torch.cat((state, out.state[:, -1:]), dim=1)
         fed = fed + drafted[step : step + 1]
     return torch.stack(found)
 
@@ -384,7 +391,7 @@ def test_initialised_drafters_start_from_what_the_target_knows():
     with torch.no_grad():
         states = target(torch.arange(1, 21)[None], output_hidden_states=True).hidden_states
         features = torch.cat([states[1], states[2], states[4]], dim=-1)
-        fused = drafter.fuse(features)
+        fused = drafter.fuse(features, features)  # no token takes part in it
         # The final state as it is, up to its size, which is about the same everywhere.
         assert torch.nn.functional.cosine_similarity(fused, states[4], dim=-1).min() > 0.9999
         assert ((fused.norm(dim=-1) / states[4].norm(dim=-1)).log().abs() < 0.3).all()

@@ -15,6 +15,8 @@ class DraftTrainingArguments(TrainingArguments):
     Other defaults than upstream's: learning rate 6e-4, warm-up over 4 % of the steps, cosine, gradients clipped at 1
     (DFlash, 2602.06036), columns kept (the collator names what it reads), best checkpoint by tau.
 
+    muon_learning_rate: of Muon, which then trains the weight matrices (0.01 is a good start); AdamW trains the rest by
+        `learning_rate`. None: everything as `optim` says.
     unroll: options of the drafter's own `unroll`. eval_unroll: those that differ in evaluation, by default anchors at
         every token, which the simulated tau needs.
     eval_max_new_tokens: tokens decoded for each evaluation prompt.
@@ -28,6 +30,7 @@ class DraftTrainingArguments(TrainingArguments):
     max_grad_norm: float = 1.0
     remove_unused_columns: bool = False
     metric_for_best_model: str | None = "tau"
+    muon_learning_rate: float | None = None
     unroll: dict[str, Any] = field(default_factory=dict)
     eval_unroll: dict[str, Any] = field(default_factory=lambda: {"anchors": None})
     eval_max_new_tokens: int = 64

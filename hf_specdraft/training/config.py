@@ -21,8 +21,10 @@ from ..inspection import recognise
 from ..publishing import Provenance
 from .arguments import DraftTrainingArguments
 from .capture import CapturedFeatures
-from .data import load
+from .data import collate, load
+from .features import LiveFeatures
 from .loss import DraftLoss
+from .records import TrainingBatch
 from .trainer import DraftTrainer, last_checkpoint
 from .vocabulary import control_tokens, count_answers, draft_vocabulary, head_states, initialize_head
 
@@ -43,6 +45,8 @@ class TrainConfig:
     loss: arguments of DraftLoss. unroll: options of the family's unroll.
     eval_prompts: {file, per_category}, or just the file: prompts (.jsonl) to decode at each evaluation.
     draft_vocab: K for a head of the K most frequent tokens of the data, or a file of `hf-specdraft vocabulary`.
+    start_texts: rows of the data from which a new drafter is started in closed form (`Drafter.start_from`).
+    freeze: names of the drafter's modules that stay as they are, such as lm_head.
     lora: fields of PEFT's LoraConfig; the drafter then stays frozen and only the adapter is trained and saved.
     features: "live" (the target runs along) or a folder that `capture` wrote for the data's training texts.
     recipe: a name for the drafter's card.
@@ -56,6 +60,8 @@ class TrainConfig:
     unroll: dict[str, Any] = dataclasses.field(default_factory=dict)
     eval_prompts: dict[str, Any] | None = None
     draft_vocab: int | str | None = None
+    start_texts: int = 0
+    freeze: list[str] = dataclasses.field(default_factory=list)
     lora: dict[str, Any] | None = None
     features: str = "live"
     recipe: str | None = None
@@ -181,6 +187,11 @@ class TrainConfig:
         torch.manual_seed(args.seed)
         drafter = self._drafter(target, tokenizer, train)
         drafter.check(TargetView(target))
+        if self.start_texts:
+            drafter.start_from(TargetView(target), self._start_batches(target, drafter, train))
+        for name in self.freeze:
+            _refuse_unknown("freeze", [name], dict(drafter.named_modules()))
+            drafter.get_submodule(name).requires_grad_(False)
         template = {"sha256": about["chat_template_sha256"], "kwargs": about["chat_template_kwargs"]}
         drafter.config.chat_template_sha256 = template["sha256"]
         drafter.config.chat_template_kwargs = template["kwargs"]
@@ -205,6 +216,16 @@ class TrainConfig:
             features=features,
             provenance=Provenance.here(recipe=self.recipe, command=command, data=about, chat_template=template),
         )
+
+    def _start_batches(self, target: PreTrainedModel, drafter: Drafter, train: Any) -> Iterable[TrainingBatch]:
+        if self.features == "live":
+            fill = LiveFeatures(target, drafter.feature_layers)
+        else:
+            fill = CapturedFeatures(self.features, train, target, drafter.feature_layers, law=True)
+        for first in range(0, min(self.start_texts, len(train)), 8):
+            rows = collate([train[i] for i in range(first, min(first + 8, self.start_texts, len(train)))], 0)
+            index = rows.pop("index", None)
+            yield fill(TrainingBatch(**rows), index)
 
     def _drafter(self, target: PreTrainedModel, tokenizer: Any, train: Any) -> Drafter:
         family, fields = self.family, dict(self.drafter)

@@ -27,6 +27,7 @@ from .callbacks import HistoryCallback
 from .data import collate
 from .features import LiveFeatures, TargetLaw
 from .loss import DraftLoss
+from .optimizers import MuonAdamW
 from .records import TrainingBatch
 from .simulation import simulate
 
@@ -116,6 +117,13 @@ class DraftTrainer(Trainer):
     def drafter(self) -> Drafter:
         """The drafter itself, beneath every wrapper."""
         return as_drafter(self.accelerator.unwrap_model(self.model))
+
+    def create_optimizer(self, model=None) -> torch.optim.Optimizer:
+        """As upstream's, or Muon where `muon_learning_rate` is given."""
+        if self.optimizer is None and self.args.muon_learning_rate is not None:
+            args, model = self.args, self.model if model is None else model
+            self.optimizer = MuonAdamW(model, args.learning_rate, args.muon_learning_rate, args.weight_decay)
+        return super().create_optimizer(model)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """The micro-batch's numerator; `training_step` divides by the denominator of the whole batch."""

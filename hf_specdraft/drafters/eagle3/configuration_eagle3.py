@@ -17,7 +17,9 @@ class Eagle3Config(HeadConfig):
     differences of positions act (the angles are rotary), so whether rows count from 0 or 1 is no setting.
 
     num_hidden_layers: layers; those after the first are plain ones.
-    target_layer_ids: zero-based target layers whose OUTPUT is read, in order; -1 is the embedding output.
+    target_layer_ids: zero-based target layers whose OUTPUT is read, in order; -1 is the embedding output. None: the
+        paper's three (`tapped_layers`) of a target whose depth is told by num_target_layers, or else by the first
+        target the drafter is checked against.
     reads_final: read the state that the target's head reads (after the final norm) as well, behind the others. Needs
         num_target_layers.
     target_hidden_size: the target's hidden size, None when it equals `hidden_size`.
@@ -27,6 +29,10 @@ class Eagle3Config(HeadConfig):
     fc_norm: one norm for each state read. norm_before_fc: instead, one norm over all of them together.
     norm_before_residual: whether the residual starts from the normed state.
     norm_output: whether the state fed to the next step is the normed one (EAGLE-3.1), what the head reads.
+    token_window: tokens whose embeddings a row's attention reads: the row's own and those before it. The paper's rows
+        read one; with two or more, attention can find where the last tokens stood before, and copy what came next.
+    token_residual: whether the residual starts from a map of the states AND the row's token (as EAGLE-1's did), with a
+        map of its own (`fc_next`) where the state is the drafter's. A linear drafter in itself: see `start_eagle3`.
     tree_width: nodes expanded a level, and children each of them gets, when trees are drafted (EAGLE-2, 2406.16858).
     draft_sampling: when the request samples, draw chains from the drafter's warped law (and verify by it) instead of
         taking the argmax. Trees hold the likeliest tokens either way.
@@ -49,7 +55,7 @@ class Eagle3Config(HeadConfig):
     rope_parameters: dict | None = None
     initializer_range: float = 0.02
 
-    target_layer_ids: list[int] | tuple[int, ...] = (1, 15, 28)
+    target_layer_ids: list[int] | tuple[int, ...] | None = (1, 15, 28)
     reads_final: bool = False
     target_hidden_size: int | None = None
     num_target_layers: int | None = None
@@ -59,24 +65,31 @@ class Eagle3Config(HeadConfig):
     norm_before_fc: bool = False
     norm_before_residual: bool = False
     norm_output: bool = False
+    token_window: int = 1
+    token_residual: bool = False
 
     num_assistant_tokens: int = 5
     tree_width: int = 8
     draft_sampling: bool = True
 
     def __post_init__(self, **kwargs):
-        self.target_layer_ids = list(self.target_layer_ids)
+        if self.target_layer_ids is None and self.num_target_layers is not None:
+            self.target_layer_ids = tapped_layers(self.num_target_layers)
+        if self.target_layer_ids is not None:
+            self.target_layer_ids = list(self.target_layer_ids)
         if self.target_hidden_size is None:
             self.target_hidden_size = self.hidden_size
         super().__post_init__(**kwargs)
         if self.reads_final and self.num_target_layers is None:
             raise ValueError("reads_final needs num_target_layers, to know which state is the target's last")
-        if not self.feature_layers:
+        if not self.num_features:
             raise ValueError("target_layer_ids is empty and reads_final off: the drafter would read nothing")
         if self.fc_norm and self.norm_before_fc:
             raise ValueError("fc_norm and norm_before_fc are two norms for the same place; set one of them")
         if self.own_embeddings and self.vocab_size is None:
             raise ValueError("own embeddings need vocab_size")
+        if self.token_window < 1:
+            raise ValueError(f"token_window must be at least 1, got {self.token_window}")
         if self.tree_width < 1:
             raise ValueError(f"tree_width must be at least 1, got {self.tree_width}")
         if self.rope_parameters["rope_type"] not in ROPE_TYPES:
@@ -86,9 +99,14 @@ class Eagle3Config(HeadConfig):
             )
 
     @property
+    def num_features(self) -> int:
+        """How many of the target's states are read."""
+        return (3 if self.target_layer_ids is None else len(self.target_layer_ids)) + self.reads_final
+
+    @property
     def feature_layers(self) -> tuple[int, ...]:
-        """The layers read, in the order of `fc`'s columns."""
-        return (*self.target_layer_ids, *([self.num_target_layers - 1] if self.reads_final else []))
+        """The layers read, in the order of `fc`'s columns; none while the target's depth is not known."""
+        return (*(self.target_layer_ids or ()), *([self.num_target_layers - 1] if self.reads_final else []))
 
     @classmethod
     def for_target(cls, target_config: PreTrainedConfig, tokenizer: Any = None, **overrides) -> Eagle3Config:
@@ -112,7 +130,6 @@ class Eagle3Config(HeadConfig):
             rms_norm_eps=getattr(text, "rms_norm_eps", None) or cls.rms_norm_eps,
             max_position_embeddings=getattr(text, "max_position_embeddings", None) or cls.max_position_embeddings,
             rope_parameters=rope_of(text),
-            # The paper's three, for targets deep enough to have them.
             target_layer_ids=sorted({min(1, layers - 2), layers // 2 - 1, max(layers - 4, -1)}),
             reads_final=True,
             num_target_layers=layers,
@@ -147,3 +164,17 @@ class Eagle3Config(HeadConfig):
             tree_width=3,
         )
         return cls(**{**values, **overrides})
+
+
+def tapped_layers(depth: int) -> list[int]:
+    """The three layers of a target that EAGLE-3 reads: a low, a middle and a high one, zero-based outputs.
+
+    Raises ValueError for a target too shallow to have three of them.
+    """
+    layers = [1, depth // 2 - 1, depth - 4]
+    if sorted(set(layers)) != layers:
+        raise ValueError(
+            f"a target of {depth} layers is too shallow for the three states EAGLE-3 reads (it takes 7); name the "
+            "layers to read in target_layer_ids"
+        )
+    return layers

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,8 +16,10 @@ from ...heads import HeadedDrafter
 from .. import register
 from ..base import TargetView
 from ..block.modeling_block import BlockRotaryEmbedding, rotate
-from .configuration_eagle3 import Eagle3Config
+from . import dialects, exports
+from .configuration_eagle3 import Eagle3Config, tapped_layers
 from .session_eagle3 import Eagle3Session
+from .start_eagle3 import start_eagle3
 from .unroll_eagle3 import unroll_eagle3
 
 if TYPE_CHECKING:
@@ -56,7 +58,8 @@ class Eagle3Layer(nn.Module):
 
     def __init__(self, config: Eagle3Config, first: bool):
         super().__init__()
-        self.self_attn = Eagle3Attention(config, (1 + first) * config.hidden_size)
+        self.hidden_size = config.hidden_size
+        self.self_attn = Eagle3Attention(config, (1 + first * config.token_window) * config.hidden_size)
         self.mlp = Qwen3MLP(config)
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -64,11 +67,12 @@ class Eagle3Layer(nn.Module):
         self.norm_before_residual = config.norm_before_residual
 
     def read(self, x: Tensor, embeds: Tensor) -> tuple[Tensor, Tensor]:
-        """(residual, what attention projects). The first layer's projections read the embedding and the state."""
+        """(residual, what attention projects). The first layer's projections read the embeddings and the state."""
         if self.hidden_norm is None:
             return x, self.input_layernorm(x)
         normed = self.hidden_norm(x)
-        return normed if self.norm_before_residual else x, torch.cat((self.input_layernorm(embeds), normed), dim=-1)
+        embeds = self.input_layernorm(embeds.unflatten(-1, (-1, self.hidden_size))).flatten(-2)
+        return normed if self.norm_before_residual else x, torch.cat((embeds, normed), dim=-1)
 
     def write(self, residual: Tensor, attended: Tensor) -> Tensor:
         """residual [B, T, H], attended [B, T, heads * head_dim] -> the layer's output [B, T, H]."""
@@ -94,19 +98,25 @@ class Eagle3Drafter(HeadedDrafter):
     is_sequential = True
     supports_gradient_checkpointing = False
     _supports_sdpa = True
-    _no_split_modules = ["Eagle3Layer"]
+    # Training calls parts of a layer, and FSDP has what it shards whole only inside forward: it shards all as one.
+    _no_split_modules = []
+    export_dialects = exports.DIALECTS
 
     def __init__(self, config: Eagle3Config):
         super().__init__(config)
         self.feature_layers = config.feature_layers
-        read, width = len(self.feature_layers), config.target_hidden_size
+        read, width = config.num_features, config.target_hidden_size
         if config.own_embeddings:
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(nn.RMSNorm(width, eps=config.rms_norm_eps) for _ in range(read))
         if config.norm_before_fc:
             self.input_norm = nn.RMSNorm(read * width, eps=config.rms_norm_eps)
-        self.fc = nn.Linear(read * width, config.hidden_size, bias=False)
+        token = config.hidden_size if config.token_residual else 0
+        self.fc = nn.Linear(read * width + token, config.hidden_size, bias=False)
+        if config.token_residual:
+            self.fc_next = nn.Linear(config.hidden_size + token, config.hidden_size, bias=False)
+            self.token_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(Eagle3Layer(config, index == 0) for index in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = BlockRotaryEmbedding(config)
@@ -117,7 +127,11 @@ class Eagle3Drafter(HeadedDrafter):
         return getattr(self, "embed_tokens", None)
 
     def check(self, view: TargetView) -> None:
+        """As every drafter's. A drafter that reads the paper's layers learns here which those are."""
         config = self.config
+        if config.target_layer_ids is None:
+            config.target_layer_ids, config.num_target_layers = tapped_layers(view.num_layers), view.num_layers
+            self.feature_layers = config.feature_layers
         super().check(view)
         remedy = f"load the target named in drafter.config.target_name ({config.target_name})"
         if config.target_hidden_size != view.hidden_size:
@@ -173,21 +187,51 @@ class Eagle3Drafter(HeadedDrafter):
             passed.fill_diagonal_(size if config.fc_norm else 1.0)
         return self
 
-    def embed(self, ids: Tensor, view: TargetView) -> Tensor:
-        """[...] target token ids -> [..., H], by the own embedding or the target's."""
-        if not self.config.own_embeddings:
-            return view.embed(ids).detach().to(self.device, self.dtype)
-        # The target's vocabulary may be padded further: an id without a row is as good as unknown.
-        return self.embed_tokens(ids.where(ids < self.config.vocab_size, 0))
+    def to_dialect(
+        self, dialect: str, target: PreTrainedModel | None = None
+    ) -> tuple[Eagle3Drafter, dict, dict[str, Tensor]]:
+        return exports.write(self, dialect, target)
 
-    def fuse(self, features: Tensor) -> Tensor:
-        """[..., n * Ht] of the target's states -> [..., H]."""
+    def start_from(self, view: TargetView, batches: Iterable[TrainingBatch]) -> None:
+        """See `start_eagle3`."""
+        start_eagle3(self, view, batches)
+
+    @classmethod
+    def dialect_of(cls, config: dict) -> str | None:
+        return dialects.dialect_of(config)
+
+    @classmethod
+    def from_dialect(cls, name_or_path, config: dict, **kwargs) -> Eagle3Drafter:
+        """`kwargs` as for from_pretrained; those that are Eagle3Config fields overrule the reader."""
+        known = Eagle3Config.__dataclass_fields__
+        fields = {key: kwargs.pop(key) for key in list(kwargs) if key in known and key != "dtype"}
+        values, state = dialects.read(name_or_path, config, fields, kwargs)
+        return cls.from_pretrained(None, config=Eagle3Config(**values), state_dict=state, **kwargs)
+
+    def embed(self, ids: Tensor, view: TargetView) -> Tensor:
+        """[..., w] target token ids, a row's own first -> [..., w * H], by the own embedding or the target's."""
+        if not self.config.own_embeddings:
+            return view.embed(ids).detach().to(self.device, self.dtype).flatten(-2)
+        # The target's vocabulary may be padded further: an id without a row is as good as unknown.
+        return self.embed_tokens(ids.where(ids < self.config.vocab_size, 0)).flatten(-2)
+
+    def fuse(self, features: Tensor, embeds: Tensor) -> Tensor:
+        """[..., n * Ht] of the target's states and [..., w * H] of `embed` -> [..., H], a row's residual."""
         if self.config.fc_norm:
             parts = features.chunk(len(self.fc_norm), dim=-1)
             features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts)], dim=-1)
         if self.config.norm_before_fc:
             features = self.input_norm(features)
-        return self.fc(features)
+        return self.fc(self._with_token(features, embeds))
+
+    def resume(self, state: Tensor, embeds: Tensor) -> Tensor:
+        """As `fuse`, of an earlier pass's state [..., H] in place of the target's."""
+        return self.fc_next(self._with_token(state, embeds)) if self.config.token_residual else state
+
+    def _with_token(self, states: Tensor, embeds: Tensor) -> Tensor:
+        if not self.config.token_residual:
+            return states
+        return torch.cat((states, self.token_norm(embeds[..., : self.config.hidden_size])), dim=-1)
 
     def finish(self, x: Tensor) -> Eagle3Output:
         """The last layer's output -> what the head reads, and what the next step does."""
@@ -206,7 +250,8 @@ class Eagle3Drafter(HeadedDrafter):
     ) -> Eagle3Output:
         """One drafting pass over T rows.
 
-        inputs_embeds: [B, T, H] embeddings of each row's token. rope: `rotary_emb` of the rows' positions.
+        inputs_embeds: [B, T, w * H] embeddings of each row's tokens, its own first. rope: `rotary_emb` of the rows'
+            positions.
         features: [B, T, n * Ht] the target's states at the token before each row's; or state: [B, T, H], an earlier
             pass's, in their place.
         past: (layer, keys, values) of these rows -> all keys and values [B, kv heads, L, head_dim] to attend to; by
@@ -214,7 +259,7 @@ class Eagle3Drafter(HeadedDrafter):
         attention_mask: per layer [B, 1, T, L] bool, None where every row sees every key; by default for all layers.
         rows: [B] the one row of each batch row whose output is wanted (its last layer's mask is [B, 1, 1, L]).
         """
-        x = self.fuse(features) if state is None else state
+        x = self.fuse(features, inputs_embeds) if state is None else self.resume(state, inputs_embeds)
         for index, layer in enumerate(self.layers):
             residual, normed = layer.read(x, inputs_embeds)
             keys, values = layer.self_attn.keys_values(normed, rope)

@@ -53,6 +53,7 @@ class Eagle3Session(BlockSession):
         super().__init__(drafter, view, batch)
         self.cache = StepCache(batch)
         self.texts: list[list[int]] = [[] for _ in range(batch)]
+        self.window = drafter.config.token_window
         # Of each row's newest row with features: [B, 1, H] what the head reads, and what the next step does.
         self.newest: tuple[Tensor, Tensor] | None = None
 
@@ -88,8 +89,10 @@ class Eagle3Session(BlockSession):
         width = positions.shape[1]
         # Features end before the anchor, so each one's next token is found from the end. A prompt that came as
         # embeddings has none: its rows are worse for it, never wrong.
-        ids = [([0] * n + text)[len(text) :] + [0] * (width - n) for text, n in zip(self.texts, counts)]
-        ids = torch.tensor(ids, device=drafter.device)
+        ids = torch.tensor(
+            [[*self._windows(text, n), *[[0] * self.window] * (width - n)] for text, n in zip(self.texts, counts)],
+            device=drafter.device,
+        )
         cache.extend(positions, counts)
         known = cache.positions[:, : cache.length]
         last = (known >= 0)[:, None, None] if min(cache.counts) < cache.length else None
@@ -111,6 +114,16 @@ class Eagle3Session(BlockSession):
             newest = tuple(new.where(fresh, old) for new, old in zip(newest, self.newest))
         self.newest = newest
 
+    def _windows(self, text: list[int], count: int) -> list[list[int]]:
+        """Of each of the last `count` tokens of a text, it and those before it; the first stands for what is before."""
+        padded = (text[:1] or [0]) * (count + self.window - 1) + text
+        tail = padded[len(padded) - count - self.window + 1 :]
+        return [tail[i : i + self.window][::-1] for i in range(count)]
+
+    def _recent(self) -> Tensor:
+        """[B, w] the last tokens of each row, the anchor first."""
+        return torch.tensor([self._windows(text, 1)[0] for text in self.texts], device=self.drafter.device)
+
     def _rope(self, context: Context, steps: int) -> tuple[Tensor, Tensor]:
         """Angles [B, steps, R] of the drafted rows: the first one's position is the anchor's."""
         start = torch.tensor(context.position)[:, None] + torch.arange(steps)
@@ -131,6 +144,7 @@ class Eagle3Session(BlockSession):
         if seen is not None:
             seen = F.pad(seen, (0, depth), value=True)[:, None, None]
         lengths, tokens, laws, scores = context.lengths, [], [], []
+        recent = self._recent()
         for step in range(depth):
             logits = drafter.logits(view, hidden)
             if drawn:
@@ -147,8 +161,9 @@ class Eagle3Session(BlockSession):
                 lengths = [min(n, step + 1) if u else n for n, u in zip(lengths, unsure)]
             if step + 1 >= max(lengths):
                 break
+            recent = torch.cat((token, recent[:, :-1]), dim=1)
             out = drafter(
-                drafter.embed(token, view),
+                drafter.embed(recent[:, None], view),
                 (cos[:, step : step + 1], sin[:, step : step + 1]),
                 state=state,
                 past=partial(cache.draft, step),
@@ -179,13 +194,14 @@ class Eagle3Session(BlockSession):
         own = own.expand(batch, width, width)
         score, picks = (part[:, 0] for part in log_probs.topk(width))  # [B, k]
         state, token = state.expand(-1, width, -1), drafter.target_ids(picks)
+        recent = torch.cat((token[..., None], self._recent()[:, None, :-1].expand(-1, width, -1)), dim=-1)
         # All nodes so far [B, P]: their scores, tokens and parents, level by level; and the frontier's numbers.
         scores, tokens, parents = [score], [token], [torch.full_like(token, -1)]
         levels, frontier = [width], torch.arange(width, device=device).expand(batch, width)
         for level in range(1, depth):
             seen = torch.cat((seen, own), dim=-1)
             out = drafter(
-                drafter.embed(token, view),
+                drafter.embed(recent, view),
                 (cos[:, level - 1 : level], sin[:, level - 1 : level]),
                 state=state,
                 past=partial(cache.draft, width * (level - 1)),
@@ -200,6 +216,7 @@ class Eagle3Session(BlockSession):
             token, row = tokens[-1].gather(1, best), best // width
             frontier = best + sum(levels)
             levels.append(width * width)
+            recent = torch.cat((token[..., None], recent.take_along_dim(row[:, :, None], 1)[..., :-1]), dim=-1)
             state = out.state.take_along_dim(row[:, :, None], 1)
             seen = seen.take_along_dim(row[:, :, None], 1)
         scores, tokens, parents = (torch.cat(parts, dim=1) for parts in (scores, tokens, parents))

@@ -51,8 +51,17 @@ def unroll_eagle3(
 
     seen = torch.arange(columns, device=ids.device) < at[:, :, None]
     seen = (seen & (documents[:, None] == documents[row, at - 1][:, :, None]))[:, None]  # [B, 1, A, L]
-    x = drafter.fuse(batch.features.to(drafter.dtype))
-    embeds = drafter.embed(ids.roll(-1, 1), view)
+    window = torch.arange(drafter.config.token_window, device=ids.device)
+
+    def embeds_of(at: Tensor, first: Tensor) -> Tensor:
+        """[B, T, w * H] of the tokens at columns `at` [B, T] and those before them, back to column `first`."""
+        columns = (at[..., None] - window).maximum(first[..., None])
+        return drafter.embed(ids[row[..., None], columns], view)
+
+    column = torch.arange(columns, device=ids.device).expand_as(ids)
+    start = column - batch.position_ids  # of each column's document
+    embeds = embeds_of((column + 1).clamp(max=columns - 1), start)
+    x = drafter.fuse(batch.features.to(drafter.dtype), embeds)
     rope = drafter.rotary_emb(x, batch.position_ids)
     # Per layer, keys and values of the rows with features, and of each later step.
     stable: list[tuple[Tensor, Tensor]] = []
@@ -72,8 +81,8 @@ def unroll_eagle3(
     hidden = [out.last_hidden_state]
     positions = at_anchors(batch.position_ids)
     for step in range(1, steps):
-        x = out.state
-        embeds = drafter.embed(ids[row, (at + step).clamp(max=columns - 1)], view)
+        embeds = embeds_of((at + step).clamp(max=columns - 1), start[row, at])
+        x = drafter.resume(out.state, embeds)
         rope = drafter.rotary_emb(x, positions + step)
         for layer, (keys, values), own in zip(drafter.layers, stable, drafted):
             residual, normed = layer.read(x, embeds)
