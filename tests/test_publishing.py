@@ -119,11 +119,11 @@ def test_the_card_tells_what_training_and_the_benchmark_left(tmp_path):
         "| data: rows | 1500 |",
         "| data: temperatures | [0.0, 0.7] |",
         "`org/target`, revision 1234abc",
-        "| chat | 8 | 2.75 | 1.90 (1.80 to 2.00) | 1.90 (1.80 to 2.00) | 8 of 8 |",
+        "| `mine` | chat | 8 | 2.75 | 1.90 (1.80 to 2.00) | 1.90 (1.80 to 2.00) | 8 of 8 |",
         "H200, Xeon 9, 2 cores",
         "c0ffee",
         "longer chats were not tried",
-        "in no domain measured",
+        "Slower than plain generate there: in no domain measured.",
         'revision="1234abc"',
         "return_dict=True, enable_thinking=False",
     ):
@@ -140,23 +140,32 @@ def test_measurements_belong_to_the_weights_they_were_made_with(tmp_path):
     folder = tmp_path / "mine"
     mine = drafter()
     mine.save_pretrained(folder)
-    publishing.measure(folder, bench_file(tmp_path / "b.json", "elsewhere:policy=fixed"), "elsewhere:policy=fixed")
+    methods = "/tmp/elsewhere:policy=fixed", "ngram+/tmp/elsewhere"
+    publishing.measure(folder, bench_file(tmp_path / "b.json", "ngram", *methods), methods)
     publishing.write_card(folder, license="mit")
-    assert "| chat | 8 | 1.75 |" in text_of(folder) and "drafter options `policy=fixed`" in text_of(folder)
-    assert "Slower than plain generate there: chat." in text_of(folder)
+    assert "| `elsewhere:policy=fixed` | chat | 8 | 2.75 |" in text_of(folder) and "/tmp" not in text_of(folder)
+    assert "| `ngram+elsewhere` | chat | 8 | 3.75 |" in text_of(folder) and "1.75" not in text_of(folder)
+    assert {r.metric_value for r in ModelCard.load(folder / "README.md").data.eval_results} == {2.75, 3.125, 1.9, 2.5}
     Provenance(recipe="first").save(folder)
     # The same weights elsewhere: the facts go with them.
     loaded = AutoDrafter.from_pretrained(folder)
     loaded.save_pretrained(tmp_path / "copy")
-    assert "| chat | 8 | 1.75 |" in text_of(tmp_path / "copy") and "| recipe | first |" in text_of(tmp_path / "copy")
+    assert "| chat | 8 | 2.75 |" in text_of(tmp_path / "copy") and "| recipe | first |" in text_of(tmp_path / "copy")
     # Other weights: neither there nor in their own folder.
     with torch.no_grad():
         loaded.norm.weight[0] += 1
     for place in (tmp_path / "tuned", folder):
         loaded.save_pretrained(place)
-        assert "not measured on these weights" in text_of(place) and "1.75" not in text_of(place)
+        assert "not measured on these weights" in text_of(place) and "2.75" not in text_of(place)
     assert "| recipe | not recorded |" in text_of(tmp_path / "tuned")
     assert ModelCard.load(folder / "README.md").data.license == "mit"
+
+
+def test_the_card_says_where_the_drafter_does_not_pay(tmp_path):
+    drafter().save_pretrained(tmp_path / "mine")
+    publishing.measure(tmp_path / "mine", bench_file(tmp_path / "b.json", "mine"), ["mine"])
+    publishing.write_card(tmp_path / "mine")
+    assert "Slower than plain generate there: chat (`mine`)." in text_of(tmp_path / "mine")
 
 
 def test_a_card_written_by_hand_stays(tmp_path):

@@ -16,8 +16,8 @@ def card(
         Path | None, typer.Option(help="What `hf-specdraft bench --json` wrote about this drafter.")
     ] = None,
     method: Annotated[
-        str | None, typer.Option(help="For --bench: its name for this drafter, if not the folder.")
-    ] = None,
+        list[str], typer.Option(help="For --bench: its name for this drafter, if not FOLDER; then others to show.")
+    ] = (),
     license: Annotated[str | None, typer.Option(help="An identifier of the Hub's, such as apache-2.0.")] = None,
     push: Annotated[str | None, typer.Option(metavar="REPO", help="Upload to this Hub repository.")] = None,
     revision: Annotated[str | None, typer.Option(help="For --push: a branch, made if there is none.")] = None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -127,10 +128,11 @@ print("tokens per target pass:", output.speculation.tau)
 ```"""
 
 
-def measure(folder: str | Path, bench_file: str | Path, method: str | None = None) -> None:
+def measure(folder: str | Path, bench_file: str | Path, methods: Sequence[str] = ()) -> None:
     """Keep what `hf-specdraft bench --json` measured of a drafter in its folder, for the card.
 
-    method: the benchmark's name for the drafter, by default the one that names this folder.
+    methods: the benchmark's names for the drafter, alone first, then in company; by default the one that names this
+        folder.
     Raises ValueError when the file is no benchmark or none of its methods is the drafter.
     """
     folder = Path(folder)
@@ -143,21 +145,23 @@ def measure(folder: str | Path, bench_file: str | Path, method: str | None = Non
         raise ValueError(
             f"{bench_file} is no benchmark ({error!r}); make one with `hf-specdraft bench --json`"
         ) from None
-    if method is None:
+    if not methods:
         mine = [name for name in names if Path(name.partition(":")[0]).resolve() == folder.resolve()]
         if len(mine) != 1:
             raise ValueError(
                 f"{bench_file} measures {', '.join(names)}, of which {len(mine)} name {folder}; say which one it is "
                 "with --method"
             )
-        (method,) = mine
-    elif method not in names:
-        raise ValueError(f"{bench_file} measures {', '.join(names)}, but not {method}")
+        methods = mine
+    unknown = sorted(set(methods) - set(names))
+    if unknown:
+        raise ValueError(f"{bench_file} measures {', '.join(names)}, but not {', '.join(unknown)}")
+    # Without the folders of the machine that measured.
+    labels = {method: re.sub(r"[^\s+:,=]*/", "", method) for method in methods}
     kept = {
         "about": bench["about"],
-        "method": method.partition(":")[2],
         "weights": weights_sha256(folder),
-        "rows": [row for row in rows if row["method"] == method],
+        "rows": [{**row, "method": labels[name]} for name in methods for row in rows if row["method"] == name],
     }
     (folder / BENCH).write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
 
@@ -183,6 +187,7 @@ def weights_sha256(folder: Path) -> str:
 
 def _eval_results(measured: dict) -> list[EvalResult]:
     settings = measured["about"]["settings"]
+    alone = [row for row in measured["rows"] if row["method"] == measured["rows"][0]["method"]]
     return [
         EvalResult(
             task_type="text-generation",
@@ -193,7 +198,7 @@ def _eval_results(measured: dict) -> list[EvalResult]:
             metric_name=name,
             metric_value=round(value, 3),
         )
-        for row in measured["rows"]
+        for row in alone
         for kind, name, value in (
             ("tau", "tokens per target pass", row["tau"]),
             ("speedup", "speed over plain generate", row["to_plain"][0]),
@@ -229,17 +234,19 @@ def _measured(measured: dict | None) -> str:
     lines = [
         f"Greedy, {settings['max_new_tokens']} new tokens at most, {settings['dtype']}, one row, prompts of "
         f"`{settings['prompts']}` (sha256 {settings['prompts_sha256'][:12]}), {settings['repeats']} run(s), on "
-        f"{_machine(about['machine'])}; commit {about['commit'] or UNKNOWN}, {_versions(about['versions'])}"
-        + (f"; drafter options `{measured['method']}`" if measured["method"] else "")
-        + ". tau is the number of tokens committed per target pass; speeds are medians (lowest to highest run).",
+        f"{_machine(about['machine'])}; commit {about['commit'] or UNKNOWN}, {_versions(about['versions'])}. "
+        "tau is the number of tokens committed per target pass; speeds are medians (lowest to highest run).",
         "",
-        "| domain | prompts | tau | x plain generate | x prompt lookup | text equal to plain's |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| drafter | domain | prompts | tau | x plain generate | x prompt lookup | text equal to plain's |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in measured["rows"]:
-        speeds = (f"{m:.2f} ({low:.2f} to {high:.2f})" for m, low, high in (row["to_plain"], row["to_lookup"]))
-        equal = f"{row['equal']} of {row['prompts']}"
-        lines.append(f"| {row['category']} | {row['prompts']} | {row['tau']:.2f} | {' | '.join(speeds)} | {equal} |")
+        speeds = [
+            f"{middle:.2f}" + (f" ({low:.2f} to {high:.2f})" if low < high else "")
+            for middle, low, high in (row["to_plain"], row["to_lookup"])
+        ]
+        cells = [f"`{row['method']}`", row["category"], row["prompts"], f"{row['tau']:.2f}", *speeds]
+        lines.append(f"| {' | '.join(map(str, cells))} | {row['equal']} of {row['prompts']} |")
     return "\n".join(lines)
 
 
@@ -278,7 +285,7 @@ def _limits(free: bool, made: Provenance, measured: dict | None, config: dict) -
     if measured is None:
         lines.append("Acceptance and speed are not measured; `hf-specdraft bench` tells whether it pays on a machine.")
     else:
-        slower = [row["category"] for row in measured["rows"] if row["to_plain"][0] < 1]
+        slower = [f"{row['category']} (`{row['method']}`)" for row in measured["rows"] if row["to_plain"][0] < 1]
         lines.append(f"Slower than plain generate there: {', '.join(slower) or 'in no domain measured'}.")
         lines.append("Speed is a ratio on the machine named above; elsewhere it differs.")
     return lines + made.notes
