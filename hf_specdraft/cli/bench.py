@@ -18,6 +18,7 @@ from .options import (
     Dtype,
     DtypeOption,
     MaxNewTokens,
+    PackCpu,
     PerCategory,
     Prompts,
     Target,
@@ -39,13 +40,14 @@ def bench(
     chat_template_kwargs: TemplateKwargs = "{}",
     dtype: DtypeOption = Dtype.float32,
     device: Device = "cpu",
+    pack_cpu: PackCpu = False,
 ) -> None:
     """Measure tau and greedy speed of drafters, plain generate and prompt lookup, prompt by prompt in turn."""
-    model, tokenizer = evaluation.load_target(target, dtype.value, device)
+    model, tokenizer = evaluation.load_target(target, dtype.value, device, pack_cpu)
     chosen = evaluation.read_prompts(prompts, per_category)
     methods = evaluation.baselines(prompt_lookup_num_tokens)
     for spec in drafter:
-        methods[spec] = {"assistant_model": evaluation.load_drafter(spec, dtype.value, device)}
+        methods[spec] = {"assistant_model": evaluation.load_drafter(spec, dtype.value, device, pack_cpu)}
     drafters = [arguments["assistant_model"] for name, arguments in methods.items() if name in drafter]
     warn_of_template(drafters, tokenizer, chat_template_kwargs)
     # A pipe has no width of its own, and 80 columns would cut the method names.
@@ -68,6 +70,7 @@ def bench(
             chat_template_kwargs=chat_template_kwargs,
             dtype=str(model.dtype).removeprefix("torch."),
             device=str(model.device),
+            pack_cpu=pack_cpu,
         )
         evaluation.write_json(json_file, rows, records, about)
     if plot_file is not None:

@@ -16,6 +16,7 @@ from .options import (
     Dtype,
     DtypeOption,
     MaxNewTokens,
+    PackCpu,
     PerCategory,
     Prompts,
     Target,
@@ -36,14 +37,15 @@ def check(
     chat_template_kwargs: TemplateKwargs = "{}",
     dtype: DtypeOption = Dtype.float32,
     device: Device = "cpu",
+    pack_cpu: PackCpu = False,
 ) -> None:
     """Compare assisted with plain output on prompts: every difference gets a verdict. Exit status 1 on a real fault."""
-    model, tokenizer = evaluation.load_target(target, dtype.value, device)
+    model, tokenizer = evaluation.load_target(target, dtype.value, device, pack_cpu)
     inputs = {
         p.id: evaluation.encode(tokenizer, p.text, model.device, template_kwargs=chat_template_kwargs)
         for p in evaluation.read_prompts(prompts, per_category)
     }
-    loaded = evaluation.load_drafter(drafter, dtype.value, device)
+    loaded = evaluation.load_drafter(drafter, dtype.value, device, pack_cpu)
     warn_of_template([loaded], tokenizer, chat_template_kwargs)
     console = Console()
     report = evaluation.check(

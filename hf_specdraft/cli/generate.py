@@ -17,6 +17,7 @@ from .options import (
     Dtype,
     DtypeOption,
     MaxNewTokens,
+    PackCpu,
     Target,
     TemplateKwargs,
     warn_of_template,
@@ -35,14 +36,15 @@ def generate(
     chat_template_kwargs: TemplateKwargs = "{}",
     dtype: DtypeOption = Dtype.auto,
     device: Device = "cpu",
+    pack_cpu: PackCpu = False,
 ) -> None:
     """Stream the target's answer to a prompt, sped up by a drafter; a line of statistics goes to standard error."""
     prompt = sys.stdin.read() if prompt is None else prompt
     if not prompt.strip():
         raise ValueError("the prompt is empty: give it as an argument or on standard input")
-    model, tokenizer = evaluation.load_target(target, dtype.value, device)
+    model, tokenizer = evaluation.load_target(target, dtype.value, device, pack_cpu)
     inputs = evaluation.encode(tokenizer, prompt, model.device, chat=chat, template_kwargs=chat_template_kwargs)
-    loaded = evaluation.load_drafter(drafter, dtype.value, device)
+    loaded = evaluation.load_drafter(drafter, dtype.value, device, pack_cpu)
     warn_of_template([loaded], tokenizer, chat_template_kwargs if chat else None)
     torch.manual_seed(seed)
     start = time.perf_counter()

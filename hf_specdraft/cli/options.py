@@ -32,6 +32,10 @@ SPEC = (
 Target = Annotated[str, typer.Option(help="The model to speed up: a folder or Hub name.")]
 DtypeOption = Annotated[Dtype, typer.Option(help="Weights of target and drafter.")]
 Device = Annotated[str, typer.Option(help="Where both run: cpu, cuda, ...")]
+PackCpu = Annotated[
+    bool,
+    typer.Option("--pack-cpu", help="Pack linear layers for the CPU: faster passes, double the memory."),
+]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")]
 Prompts = Annotated[Path, typer.Option(exists=True, dir_okay=False, help="JSON lines with id, category, turns.")]
 PerCategory = Annotated[int | None, typer.Option(min=1, help="Only the first N prompts of each category.")]

@@ -17,6 +17,7 @@ from ..drafters.assistant import AssistantDrafter
 from ..drafters.combined import CombinedDrafter
 from ..drafters.ngram import NgramConfig, NgramDrafter
 from ..inspection import recognise
+from ..packing import pack_linears
 
 _NGRAM_AND = "ngram+"
 
@@ -55,26 +56,28 @@ def read_prompts(path: str | Path, per_category: int | None = None) -> list[Prom
     return prompts
 
 
-def load_target(name: str, dtype: str = "auto", device: str = "cpu") -> tuple[Any, Any]:
-    """(model, tokenizer) of a causal LM, in eval mode on `device`."""
+def load_target(name: str, dtype: str = "auto", device: str = "cpu", pack: bool = False) -> tuple[Any, Any]:
+    """(model, tokenizer) of a causal LM, in eval mode on `device`. pack: with packed linear layers (`packing.py`)."""
     target = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval()
+    if pack:
+        pack_linears(target)
     return target, AutoTokenizer.from_pretrained(name)
 
 
-def load_drafter(spec: str, dtype: str = "auto", device: str = "cpu") -> Drafter:
+def load_drafter(spec: str, dtype: str = "auto", device: str = "cpu", pack: bool = False) -> Drafter:
     """A drafter from a `NAME[:key=value,...]` spec.
 
     NAME is a family without weights (`ngram`), or a folder or Hub repository: a drafter that AutoDrafter reads, or a
     causal LM as transformers saves it, which becomes an assistant. `ngram+` before it combines it with n-grams. The
     options are fields of the drafter's config, such as `ngram:tree_nodes=10,policy=fixed`, of `ngram+` those of
-    CombinedConfig, such as `ngram+FOLDER:mode=tree`.
+    CombinedConfig, such as `ngram+FOLDER:mode=tree`. pack: with packed linear layers (`packing.py`).
     Raises ValueError for an option that the config does not have.
     """
     name, _, text = spec.partition(":")
     options = dict(_option(item, spec) for item in text.split(",") if item)
     if name.startswith(_NGRAM_AND):
         _refuse_unknown(options, CombinedDrafter, spec)
-        network = load_drafter(name.removeprefix(_NGRAM_AND), dtype, device)
+        network = load_drafter(name.removeprefix(_NGRAM_AND), dtype, device, pack)
         return CombinedDrafter.from_drafters(NgramDrafter(NgramConfig()), network, **options).to(device).eval()
     family = families().get(name) or families().get(f"specdraft_{name}")
     if family is not None and family.is_free:
@@ -92,7 +95,10 @@ def load_drafter(spec: str, dtype: str = "auto", device: str = "cpu") -> Drafter
             if family is not None:
                 _refuse_unknown(options, family, spec)
             drafter = AutoDrafter.from_pretrained(name, dtype=dtype, **options)
-    return drafter.to(device).eval()
+    drafter = drafter.to(device).eval()
+    if pack:
+        pack_linears(drafter)
+    return drafter
 
 
 def _option(item: str, spec: str) -> tuple[str, Any]:
