@@ -12,7 +12,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 from hf_specdraft.drafters import AutoDrafter
 from hf_specdraft.drafters.block import BlockConfig, BlockDrafter
+from hf_specdraft.drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from hf_specdraft.training.arguments import DraftTrainingArguments
+from hf_specdraft.training.capture import capture
 from hf_specdraft.training.data import collate
 from hf_specdraft.training.loss import DraftLoss
 from hf_specdraft.training.trainer import DraftTrainer, last_checkpoint
@@ -189,13 +191,28 @@ def test_a_checkpoint_that_was_not_finished_is_no_place_to_resume(tmp_path):
     assert last_checkpoint(tmp_path / "nothing") is None
 
 
-def test_training_in_bfloat16_on_a_cpu(target, tmp_path):
-    run, exact = trainer(target, tmp_path, bf16=True), trainer(target, tmp_path)
-    run.train(), exact.train()
+def make_eagle3(target):
+    torch.manual_seed(0)
+    return Eagle3Drafter(Eagle3Config.for_target(target.config))
+
+
+@pytest.mark.parametrize("family", ["block", "eagle3"])
+def test_training_in_bfloat16_on_a_cpu(family, target, tmp_path):
+    """Weights stay float32, and evaluation decodes as the saved drafter will: without autocast."""
+    fresh = make_drafter if family == "block" else lambda: make_eagle3(target)
+    data = answers(target, count=4)
+    changes = dict(data=data, eval_prompts=prompts_of(data), eval_max_new_tokens=16, max_steps=8)
+    run = trainer(target, tmp_path, drafter=fresh(), bf16=True, eval_strategy="steps", eval_steps=8, **changes)
+    run.train()
+    run.finish()
+    exact = trainer(target, tmp_path / "exact", drafter=fresh(), **changes)
+    exact.train()
     assert run.drafter.dtype == torch.float32
-    changed = distance(weights(run), weights(exact))
-    assert 0 < changed < 0.05
+    assert 0 < distance(weights(run), weights(exact)) < 0.1
     assert run.state.log_history[0]["loss"] == pytest.approx(exact.state.log_history[0]["loss"], rel=0.02)
+    taus = [entry["eval_tau"] for entry in run.state.log_history if "eval_tau" in entry]
+    saved = trainer(target, tmp_path / "saved", drafter=AutoDrafter.from_pretrained(tmp_path), **changes)
+    assert saved.evaluate()["eval_tau"] == taus[-1]
 
 
 # Evaluation -----------------------------------------------------------------------------------------------------------
@@ -267,6 +284,17 @@ def test_evaluation_leaves_training_alone(target, tmp_path):
     )
     watched.train()
     assert distance(weights(silent), weights(watched)) == 0
+
+
+def test_captured_features_train_as_live_ones_do(target, tmp_path):
+    data = rows()
+    data = data.add_column("index", list(range(len(data))))
+    live = trainer(target, tmp_path / "live", data=data)
+    live.train()
+    stored = trainer(target, tmp_path / "stored", data=data)
+    stored.features = capture(target, data, stored.drafter.feature_layers, tmp_path / "features")
+    stored.train()
+    assert distance(weights(live), weights(stored)) < 1e-6
 
 
 # Saving and refusing --------------------------------------------------------------------------------------------------

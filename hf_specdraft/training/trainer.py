@@ -215,19 +215,22 @@ class DraftTrainer(Trainer):
 
     def _decode(self) -> dict[str, float]:
         """tau of greedy decoding, with drafts at every pass."""
-        drafter, prompts = self._decoder()
+        model, prompts = self._decoder()
         counts = []
         if prompts:
-            config = as_drafter(drafter).config
-            policy, config.policy = config.policy, "fixed"
+            drafter = as_drafter(model)
+            policy, drafter.config.policy = drafter.config.policy, "fixed"
+            autocast = drafter.__dict__.pop("forward", None)  # accelerate's, which no saved drafter has
             try:
                 for source, ids in prompts:
                     ids = ids[None].to(self.target.device)
                     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-                    result = run(self.target, inputs, self.args.eval_max_new_tokens, assistant_model=drafter)
+                    result = run(self.target, inputs, self.args.eval_max_new_tokens, assistant_model=model)
                     counts.append((source, result.committed, result.passes))
             finally:
-                config.policy = policy
+                drafter.config.policy = policy
+                if autocast is not None:
+                    drafter.forward = autocast
         counts = gather_object(counts)
         taus = {"tau": _tau(counts)}
         for source in sorted({source for source, _, _ in counts}):
@@ -255,6 +258,9 @@ class DraftTrainer(Trainer):
             self.provenance.steps = self._best_step or self.state.global_step
             self.provenance.save(folder)  # first: the card that saving writes tells it
         super()._save(output_dir, state_dict)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: saving wrote the drafter's own card, and upstream's would take its place in `push_to_hub`."""
 
     def _load_best_model(self) -> None:
         super()._load_best_model()
