@@ -7,6 +7,8 @@ from .decoding import SpeculativeOutput
 from .drafters import AutoDrafter, Drafter, DrafterConfig, families
 from .drafters.assistant import AssistantConfig, AssistantDrafter
 from .drafters.block import BlockConfig, BlockDrafter
+from .drafters.combined import CombinedConfig, CombinedDrafter
+from .drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from .drafters.ngram import NgramConfig, NgramDrafter
 from .integration import disable, enable, speculate
 from .speculation import Speculation
@@ -18,8 +20,12 @@ __all__ = [
     "AutoDrafter",
     "BlockConfig",
     "BlockDrafter",
+    "CombinedConfig",
+    "CombinedDrafter",
     "Drafter",
     "DrafterConfig",
+    "Eagle3Config",
+    "Eagle3Drafter",
     "NgramConfig",
     "NgramDrafter",
     "Speculation",

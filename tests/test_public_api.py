@@ -6,7 +6,8 @@ import re
 import hf_specdraft
 
 NAMES = """
-AssistantConfig AssistantDrafter AutoDrafter BlockConfig BlockDrafter Drafter DrafterConfig NgramConfig NgramDrafter
+AssistantConfig AssistantDrafter AutoDrafter BlockConfig BlockDrafter CombinedConfig CombinedDrafter Drafter
+DrafterConfig Eagle3Config Eagle3Drafter NgramConfig NgramDrafter
 Speculation SpeculativeOutput disable enable families speculate
 """
 
