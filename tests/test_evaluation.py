@@ -289,7 +289,7 @@ def test_a_distance_beyond_noise_is_not_lossless():
 
 
 def record(method, repeat, seconds, *, prompt="p", category="x", passes=5, equal=True, target=0.5, draft=0.25):
-    return Record(prompt, category, method, repeat, 11, passes, 10, seconds, target, draft, equal)
+    return Record(prompt, category, method, repeat, 11, passes, 10, seconds, 0.25, target, draft, equal)
 
 
 def test_the_table_pools_prompts_and_spreads_over_repeats():
@@ -304,6 +304,8 @@ def test_the_table_pools_prompts_and_spreads_over_repeats():
     assert (plain.tau, lookup.tau, ours.tau) == (1.0, 2.0, 2.5)
     assert ours.to_plain == (4.0, 2.0, 8.0) and ours.to_lookup == (2.0, 1.0, 4.0)
     assert plain.to_plain == (1.0, 1.0, 1.0)
+    # (4 - 1/4) / (s - 1/4): a quarter of a second is everybody's prefill.
+    assert ours.decoding_to_plain == (5.0, 3.75 / 1.75, 15.0)
     assert ours.tokens_per_second == 11.0
     assert (ours.equal, ours.prompts, lookup.equal) == (0, 1, 1)
     assert ours.outside == pytest.approx(1 - 3 * 0.75 / 3.5)

@@ -79,7 +79,7 @@ def bench(
 
 def table(rows: list[evaluation.Row]) -> Table:
     """The benchmark's rows for the terminal. "outside": share of the time in neither target nor drafter forwards."""
-    view = Table("category", "method", "tau", "tokens/s", "x plain", "x lookup", "equal", "outside")
+    view = Table("category", "method", "tau", "tokens/s", "x plain", "decoding x plain", "x lookup", "equal", "outside")
     for row in rows:
         if view.rows and row.method == evaluation.PLAIN:
             view.add_section()
@@ -89,6 +89,7 @@ def table(rows: list[evaluation.Row]) -> Table:
             f"{row.tau:.2f}",
             f"{row.tokens_per_second:.1f}",
             _spread(row.to_plain),
+            _spread(row.decoding_to_plain),
             _spread(row.to_lookup),
             f"{row.equal}/{row.prompts}",
             "-" if row.outside is None else f"{row.outside:.1%}",

@@ -35,6 +35,7 @@ class Record:
     passes: int
     committed: int
     seconds: float
+    prefill_seconds: float
     target_seconds: float | None
     draft_seconds: float | None
     equal: bool
@@ -46,6 +47,7 @@ class Row:
 
     tau: tokens committed per target pass, pooled over the prompts. tokens_per_second: median over repeats.
     to_plain, to_lookup: speed over that of plain generate and of prompt lookup: median, lowest, highest repeat.
+    decoding_to_plain: the same over plain generate, the prefill pass left out of both.
     equal: prompts whose text was plain's in every repeat, out of `prompts`.
     outside: share of the wall time spent in neither the target's nor the drafter's forward; None when unknown.
     """
@@ -57,6 +59,7 @@ class Row:
     tokens_per_second: float
     to_plain: tuple[float, float, float]
     to_lookup: tuple[float, float, float]
+    decoding_to_plain: tuple[float, float, float]
     equal: int
     outside: float | None
 
@@ -105,6 +108,7 @@ def bench(
                     passes=r.passes,
                     committed=r.committed,
                     seconds=r.seconds,
+                    prefill_seconds=r.prefill_seconds,
                     target_seconds=r.target_seconds,
                     draft_seconds=r.draft_seconds,
                     equal=r.ids == measured[PLAIN].ids,
@@ -118,6 +122,7 @@ def summarise(records: list[Record]) -> list[Row]:
     for category in [*dict.fromkeys(r.category for r in records), OVERALL]:
         chosen = [r for r in records if category in (r.category, OVERALL)]
         speeds = {m: _speeds(chosen, m) for m in methods}
+        decoding = {m: _speeds(chosen, m, without_prefill=True) for m in methods}
         for method in methods:
             mine = [r for r in chosen if r.method == method]
             known = [r for r in mine if r.target_seconds is not None]
@@ -131,6 +136,7 @@ def summarise(records: list[Record]) -> list[Row]:
                     tokens_per_second=statistics.median(speeds[method]),
                     to_plain=_spread(speeds[method], speeds[PLAIN]),
                     to_lookup=_spread(speeds[method], speeds[LOOKUP]),
+                    decoding_to_plain=_spread(decoding[method], decoding[PLAIN]),
                     equal=len({r.prompt for r in mine} - {r.prompt for r in mine if not r.equal}),
                     outside=1 - forwards / sum(r.seconds for r in known) if known else None,
                 )
@@ -138,14 +144,20 @@ def summarise(records: list[Record]) -> list[Row]:
     return rows
 
 
-def _speeds(records: list[Record], method: str) -> list[float]:
+def _speeds(records: list[Record], method: str, without_prefill: bool = False) -> list[float]:
+    """Tokens per second of each repeat. The prefill's own tokens leave with its time."""
     repeats = sorted({r.repeat for r in records})
     chosen = [[r for r in records if r.method == method and r.repeat == i] for i in repeats]
+    if without_prefill:
+        return [
+            ratio(sum(r.committed for r in group), sum(r.seconds - r.prefill_seconds for r in group))
+            for group in chosen
+        ]
     return [sum(r.tokens for r in group) / sum(r.seconds for r in group) for group in chosen]
 
 
 def _spread(mine: list[float], others: list[float]) -> tuple[float, float, float]:
-    ratios = [a / b for a, b in zip(mine, others)]
+    ratios = [ratio(a, b) for a, b in zip(mine, others)]
     return statistics.median(ratios), min(ratios), max(ratios)
 
 
@@ -162,7 +174,7 @@ def plot(rows: list[Row], path: str | Path) -> None:
     figure, panels = pyplot.subplots(2, 1, figsize=(2 + 1.3 * len(categories), 7), sharex=True, layout="constrained")
     for panel, value, label in (
         (panels[0], lambda r: r.tau, "tau (tokens per target pass)"),
-        (panels[1], lambda r: r.to_plain[0], "speed over plain generate"),
+        (panels[1], lambda r: r.decoding_to_plain[0], "speed over plain generate, prefill left out"),
     ):
         for index, method in enumerate(methods):
             bars = {r.category: value(r) for r in rows if r.method == method}
