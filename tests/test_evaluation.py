@@ -305,7 +305,7 @@ def test_the_table_pools_prompts_and_spreads_over_repeats():
     assert ours.to_plain == (4.0, 2.0, 8.0) and ours.to_lookup == (2.0, 1.0, 4.0)
     assert plain.to_plain == (1.0, 1.0, 1.0)
     # (4 - 1/4) / (s - 1/4): a quarter of a second is everybody's prefill.
-    assert ours.decoding_to_plain == (5.0, 3.75 / 1.75, 15.0)
+    assert ours.decoding_to_plain == pytest.approx((5.0, 3.75 / 1.75, 15.0))
     assert ours.tokens_per_second == 11.0
     assert (ours.equal, ours.prompts, lookup.equal) == (0, 1, 1)
     assert ours.outside == pytest.approx(1 - 3 * 0.75 / 3.5)
