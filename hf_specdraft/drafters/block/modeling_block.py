@@ -39,7 +39,8 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     """x [B, heads, T, head_dim] turned by (cos, sin) [B, T, R]; dimensions beyond R stay."""
     cos, sin = (part.unsqueeze(1) for part in rope)
     turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
-    return torch.cat((turned * cos + rotate_half(turned) * sin, rest), dim=-1)
+    turned = turned * cos + rotate_half(turned) * sin
+    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
 
 
 class BlockAttention(nn.Module):

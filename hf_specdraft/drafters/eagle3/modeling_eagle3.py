@@ -211,7 +211,7 @@ class Eagle3Drafter(HeadedDrafter):
     def embed(self, ids: Tensor, view: TargetView) -> Tensor:
         """[..., w] target token ids, a row's own first -> [..., w * H], by the own embedding or the target's."""
         if not self.config.own_embeddings:
-            return view.embed(ids).detach().to(self.device, self.dtype).flatten(-2)
+            return view.embed(ids).detach().to(self.fc.weight).flatten(-2)
         # The target's vocabulary may be padded further: an id without a row is as good as unknown.
         return self.embed_tokens(ids.where(ids < self.config.vocab_size, 0)).flatten(-2)
 

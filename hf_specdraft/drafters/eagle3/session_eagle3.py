@@ -116,8 +116,9 @@ class Eagle3Session(BlockSession):
 
     def _windows(self, text: list[int], count: int) -> list[list[int]]:
         """Of each of the last `count` tokens of a text, it and those before it; the first stands for what is before."""
-        padded = (text[:1] or [0]) * (count + self.window - 1) + text
-        tail = padded[len(padded) - count - self.window + 1 :]
+        needed = count + self.window - 1
+        tail = text[max(0, len(text) - needed) :]
+        tail = (text[:1] or [0]) * (needed - len(tail)) + tail
         return [tail[i : i + self.window][::-1] for i in range(count)]
 
     def _recent(self) -> Tensor:
