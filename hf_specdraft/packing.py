@@ -14,8 +14,8 @@ least of six or seven on a busy machine:
 | float32 | 250 | 291 | 280 | 387 |
 | float32 packed, from 4 rows on | 250 | 243 | 232 | 257 |
 
-How a row is rounded depends on the number of rows beside it, packed or not. In bfloat16 that shows: in one of 48 tokens,
-one row and eight rows disagreed on a tie of the two best logits, the same one with and without packing.
+How a row is rounded depends on the number of rows beside it, packed or not. In bfloat16 that shows: for one of 48
+tokens, one row and eight rows disagreed on a near tie of the two best logits, the same one with and without packing.
 """
 
 from __future__ import annotations
