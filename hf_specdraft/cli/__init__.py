@@ -13,6 +13,7 @@ except ModuleNotFoundError as error:
 from transformers.utils import logging
 
 from .bench import bench
+from .capture import capture
 from .card import card
 from .check import check
 from .data import data
@@ -28,7 +29,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (generate, check, bench, inspect, data, train, card, export, vocabulary):
+for command in (generate, check, bench, inspect, data, capture, train, card, export, vocabulary):
     app.command()(command)
 
 

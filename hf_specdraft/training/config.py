@@ -48,7 +48,7 @@ class TrainConfig:
     start_texts: rows of the data from which a new drafter is started in closed form (`Drafter.start_from`).
     freeze: names of the drafter's modules that stay as they are, such as lm_head.
     lora: fields of PEFT's LoraConfig; the drafter then stays frozen and only the adapter is trained and saved.
-    features: "live" (the target runs along) or a folder that `capture` wrote for the data's training texts.
+    features: "live" (the target runs along) or a folder that `hf-specdraft capture` wrote for the same data.
     recipe: a name for the drafter's card.
     """
 
@@ -181,9 +181,7 @@ class TrainConfig:
         args = DraftTrainingArguments(**self.trainer, unroll=self.unroll)
         loss = DraftLoss(**self.loss)
         train, held_out, about = load(self.data)
-        names = {key: value for key, value in self.target.items() if key != "name"}
-        target = AutoModelForCausalLM.from_pretrained(self.target["name"], **{"dtype": "auto", **names})
-        tokenizer = AutoTokenizer.from_pretrained(self.target["name"], revision=self.target.get("revision"))
+        target, tokenizer = self._target()
         torch.manual_seed(args.seed)
         drafter = self._drafter(target, tokenizer, train)
         drafter.check(TargetView(target))
@@ -216,6 +214,19 @@ class TrainConfig:
             features=features,
             provenance=Provenance.here(recipe=self.recipe, command=command, data=about, chat_template=template),
         )
+
+    def read_of(self) -> tuple[PreTrainedModel, Any, tuple[int, ...]]:
+        """What `capture` needs for this run: (target, training texts, layers that the drafter reads)."""
+        train, _, _ = load(self.data)
+        target, tokenizer = self._target()
+        drafter = self._drafter(target, tokenizer, train)
+        drafter.check(TargetView(target))  # some learn here what they read
+        return target, train, drafter.feature_layers
+
+    def _target(self) -> tuple[PreTrainedModel, Any]:
+        names = {key: value for key, value in self.target.items() if key != "name"}
+        target = AutoModelForCausalLM.from_pretrained(self.target["name"], **{"dtype": "auto", **names})
+        return target, AutoTokenizer.from_pretrained(self.target["name"], revision=self.target.get("revision"))
 
     def _start_batches(self, target: PreTrainedModel, drafter: Drafter, train: Any) -> Iterable[TrainingBatch]:
         if self.features == "live":
