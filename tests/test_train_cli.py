@@ -17,6 +17,7 @@ from hf_specdraft.drafters import AutoDrafter
 from hf_specdraft.publishing import Provenance
 from hf_specdraft.training.config import TrainConfig
 from hf_specdraft.training.data import load, prepare
+from hf_specdraft.training.vocabulary import Vocabulary
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "train_block.yaml"
 TEXTS = ["abcabcabc", "hello, hello", "one two three", "0123456789", "xyxyxy", "to be or not", "la la la", "round and"]
@@ -153,6 +154,52 @@ def test_draft_vocab_makes_an_own_head_of_the_most_frequent_tokens(config, place
     assert len(written & set(drafter.draft_token_ids.tolist())) == min(64, len(written))
 
 
+EAGLE3 = {"family": "eagle3", "token_residual": True, "own_head": True, "num_assistant_tokens": 3}
+
+
+def test_start_texts_and_freeze_shape_a_new_drafter(config, place, tmp_path):
+    values = yaml.safe_load(config.read_text())
+    values.update(drafter=EAGLE3, start_texts=4, freeze=["lm_head", "fc"], loss={"terms": "soft_ce"})
+    values["trainer"].update(max_steps=3, eval_strategy="no", load_best_model_at_end=False, warmup_steps=0)
+    config.write_text(yaml.safe_dump(values))
+    started = TrainConfig.read(config).build().drafter
+    # The map of the first 4 texts, which frozen modules keep.
+    plain = TrainConfig.read(config, ["start_texts=0"]).build().drafter
+    fewer = TrainConfig.read(config, ["start_texts=2"]).build().drafter
+    assert not torch.equal(started.fc.weight, plain.fc.weight)
+    assert not torch.equal(started.fc.weight, fewer.fc.weight)
+    call("train", config)
+    trained = AutoDrafter.from_pretrained(tmp_path / "out")
+    for name, moved in (("lm_head", False), ("fc", False), ("fc_next", True), ("layers.0.mlp.down_proj", True)):
+        same = torch.equal(trained.get_submodule(name).weight, started.get_submodule(name).weight)
+        assert same != moved, name
+    values.update(drafter={"init_from": str(tmp_path / "out")})
+    config.write_text(yaml.safe_dump(values))
+    with pytest.raises(ValueError, match="start_texts is for a new drafter"):
+        call("train", config, f"trainer.output_dir={tmp_path / 'again'}")
+
+
+def test_a_draft_vocabulary_must_be_the_targets(config, place, tmp_path):
+    chosen = Vocabulary(torch.arange(3, 67), torch.ones(256, dtype=torch.long))
+    chosen.save(tmp_path / "vocabulary")
+    Vocabulary(chosen.ids, torch.ones(300, dtype=torch.long)).save(tmp_path / "other")
+    with pytest.raises(ValueError, match="for a target of 300 tokens, and this one has 256"):
+        call("train", config, f"draft_vocab={tmp_path / 'other'}")
+    # A drafter of another width cannot copy the rows, but drafts the same tokens.
+    narrow = ("drafter.hidden_size=16", "drafter.own_embeddings=true")
+    for width in ((), narrow):
+        drafter = TrainConfig.read(config, [f"draft_vocab={tmp_path / 'vocabulary'}", *width]).build().drafter
+        assert torch.equal(drafter.draft_token_ids, chosen.ids)
+
+
+def test_data_of_another_target_are_refused(config, place, tmp_path):
+    smaller = tmp_path / "smaller"
+    make_target(vocab_size=64).save_pretrained(smaller)
+    byte_tokenizer().save_pretrained(smaller)
+    with pytest.raises(ValueError, match="outside the target's vocabulary of 64; they were made for another model"):
+        call("train", config, f"target={smaller}", "drafter.mask_token_id=63")
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -176,6 +223,17 @@ def test_draft_vocab_makes_an_own_head_of_the_most_frequent_tokens(config, place
         ("eval_prompts=nowhere", "nowhere"),
         ("drafter.num_target_layers=9", "built for a target of 9 layers but the target has 4"),
         ("trainer", "expected key=value such as"),
+        ("start_texts=many", "start_texts must be a number, but it is 'many'"),
+        ("start_texts=2", "BlockDrafter has no start in closed form; leave start_texts out"),
+        ("freeze=lm_head", r"freeze must be a list of modules, such as \[lm_head\]"),
+        ("freeze=[layrs]", r"freeze.layrs is unknown; did you mean layers\?"),
+        ("trainer.eval_unroll.anchor=3", r"trainer.eval_unroll.anchor is unknown; did you mean anchors\?"),
+        ("trainer.max_steps=many", "trainer.max_steps must be a number, but it is 'many'"),
+        ("trainer.bf16=1", "trainer.bf16 must be true or false, but it is 1"),
+        ("drafter.block_size=x", "drafter.block_size must be a number, but it is 'x'"),
+        ("unroll.anchors=many", "unroll.anchors must be a number, but it is 'many'"),
+        ("target.dtype=floaty", "target.dtype must be auto or one of torch's.* 'floaty'"),
+        ("draft_vocab=nowhere", "nowhere holds no draft vocabulary"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_is_written(override, message, config, tmp_path):

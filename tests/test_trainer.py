@@ -11,12 +11,14 @@ from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 from hf_specdraft.drafters import AutoDrafter
+from hf_specdraft.drafters.assistant import AssistantDrafter
 from hf_specdraft.drafters.block import BlockConfig, BlockDrafter
 from hf_specdraft.drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from hf_specdraft.training.arguments import DraftTrainingArguments
 from hf_specdraft.training.capture import capture
 from hf_specdraft.training.data import collate
 from hf_specdraft.training.loss import DraftLoss
+from hf_specdraft.training.optimizers import MuonAdamW
 from hf_specdraft.training.trainer import DraftTrainer, last_checkpoint
 
 
@@ -147,10 +149,11 @@ class Samples(TrainerCallback):
         self.rates.append(lr_scheduler.get_last_lr())
 
 
-@pytest.mark.parametrize("accumulation", [1, 4])
-def test_interrupted_and_resumed_equals_uninterrupted(accumulation, target, tmp_path):
+@pytest.mark.parametrize(("accumulation", "muon"), [(1, None), (4, None), (1, 0.02)])
+def test_interrupted_and_resumed_equals_uninterrupted(accumulation, muon, target, tmp_path):
     """Field case 60. Epochs of 4 updates, so the break falls inside one; anchors are drawn, so chance must resume."""
     changes = dict(
+        muon_learning_rate=muon,
         max_steps=10,
         per_device_train_batch_size=4 // accumulation,
         gradient_accumulation_steps=accumulation,
@@ -169,7 +172,8 @@ def test_interrupted_and_resumed_equals_uninterrupted(accumulation, target, tmp_
     second.train(resume_from_checkpoint=str(last_checkpoint(tmp_path / "parts")))
     assert second.state.global_step == 10
     assert seen.seen == expected.seen[5 * accumulation :]
-    assert seen.rates == expected.rates[5:]
+    assert seen.rates == expected.rates[5:] and len(seen.rates[0]) == 2
+    assert isinstance(getattr(second.optimizer, "optimizer", second.optimizer), MuonAdamW) == (muon is not None)
     assert distance(weights(whole), weights(second)) < 1e-6
 
 
@@ -273,6 +277,44 @@ def test_overfitted_drafter_decodes_what_it_was_simulated_to(target, tmp_path):
     assert distance(weights(run), AutoDrafter.from_pretrained(run.state.best_model_checkpoint).state_dict()) == 0
     assert (tmp_path / "training.png").read_bytes().startswith(b"\x89PNG")
     assert list(tmp_path.rglob("events.out.tfevents.*"))
+
+
+def half_learned(family, target):
+    if family == "block":
+        return make_drafter(), {}, 40
+    if family == "eagle3":
+        # Fewer steps are trained than are drafted.
+        return make_eagle3(target).initialise_from(target), dict(unroll={"anchors": None, "steps": 2}), 40
+    torch.manual_seed(2)
+    small = LlamaForCausalLM(LlamaConfig(**{**target.config.to_dict(), "num_hidden_layers": 1}))
+    return AssistantDrafter.from_model(small, num_assistant_tokens=4), dict(unroll={}), 16
+
+
+@pytest.mark.parametrize("family", ["block", "eagle3", "assistant"])
+def test_the_tau_that_training_prints_is_that_of_decoding(family, target, tmp_path):
+    """Of drafters that know the texts in part, and of answers that the target ends where it was asked to."""
+    data = answers(target, count=4)
+    drafter, changes, steps = half_learned(family, target)
+    run = trainer(
+        target,
+        tmp_path,
+        drafter=drafter,
+        data=data,
+        loss=DraftLoss("ce"),
+        eval_dataset=data,
+        eval_prompts=prompts_of(data),
+        max_steps=steps,
+        eval_strategy="steps",
+        eval_steps=steps // 2,
+        eval_max_new_tokens=48,
+        **changes,
+    )
+    run.train()
+    found = [(e["eval_simulated_tau"], e["eval_tau"]) for e in run.state.log_history if "eval_tau" in e]
+    print(found)
+    assert len(found) == 2 and any(1.1 < tau < 3 for _, tau in found)
+    for simulated, decoded in found:
+        assert simulated == pytest.approx(decoded, rel=0.05)
 
 
 def test_evaluation_leaves_training_alone(target, tmp_path):

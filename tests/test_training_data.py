@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import re
+import resource
 
 import pytest
 import torch
@@ -442,6 +443,26 @@ def test_the_command_stops_and_continues(target, tmp_path, monkeypatch):
     assert len(kept.splitlines()) == 2 and not (out / "train").exists()
     assert call(*ask, "--held-out", 0).exit_code == 0
     assert (out / "answers.jsonl").read_text().startswith(kept) and len(data.load(out)[0]) == 4
+
+
+@pytest.mark.parametrize("limit, kept", [(500, 3), (1600, 8)], ids=["answers", "data"])
+def test_a_full_disk_costs_the_command_nothing_finished(target, tmp_path, limit, kept):
+    """The operating system refuses a file in the middle: that of the answers, then one of the data."""
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out"
+    prompts.write_text("".join(json.dumps({"prompt": f"count to {i}"}) + "\n" for i in range(8)))
+    ask = ("--target", target, "--prompts", prompts, "--out", out, "--max-new-tokens", 4, "--batch-size", 1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        with pytest.raises(OSError, match="rows are kept, and the same call continues|the answers are kept"):
+            call(*ask, "--held-out", 0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert {path.name for path in out.iterdir()} == {"answers.jsonl", "answers.settings.json"}
+    rows = (out / "answers.jsonl").read_text()
+    assert rows.endswith("\n") and rows.count("\n") == kept
+    assert call(*ask, "--held-out", 0).exit_code == 0
+    assert (out / "answers.jsonl").read_text().startswith(rows) and len(data.load(out)[0]) == 8
 
 
 def test_the_command_says_what_is_wrong(target, tmp_path, monkeypatch, capsys):

@@ -126,7 +126,7 @@ def test_overfitting_one_text_is_accepted_in_decoding():
         )
         assert torch.equal(out.sequences, ids)
         with torch.no_grad():
-            unrolled = drafter.unroll(view, batch, slots=4)
+            unrolled = drafter.unroll(view, batch, slots=None)
             best = drafter.logits(view, unrolled.hidden).argmax(-1)
         simulated = simulated_tau((best == unrolled.labels) & unrolled.mask, unrolled.anchors, batch)
         print(f"tau decoded {out.speculation.tau:.3f}, simulated {simulated:.3f}")

@@ -1,5 +1,6 @@
 """Which tokens, how many, and the rows a head starts from."""
 
+import resource
 from functools import partial
 
 import pytest
@@ -13,6 +14,7 @@ from transformers import GenerationConfig, GPTJConfig, GPTJForCausalLM
 from hf_specdraft.drafters import TargetView
 from hf_specdraft.drafters.block import BlockConfig, BlockDrafter
 from hf_specdraft.training import vocabulary as v
+from hf_specdraft.training.data import load, prepare
 
 
 def block(**fields):
@@ -281,8 +283,9 @@ def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("vocabulary")
     tiny_llama(vocab=256).save_pretrained(root / "target")
     byte_tokenizer().save_pretrained(root / "target")
-    text = b"the answers are mostly made of few letters, and of spaces"
-    rows([list(text)] * 3, [[True] * len(text)] * 3).save_to_disk(root / "answers")
+    text = "the answers are mostly made of few letters, and of spaces"
+    answers = [{"id": str(i), "prompt": f"say {i}", "answer": text} for i in range(12)]
+    prepare(answers, byte_tokenizer(), root / "answers", held_out=0.3)
     return root
 
 
@@ -297,9 +300,31 @@ def test_the_command_chooses_and_writes(folders, tmp_path, monkeypatch):
         out = call(*shared, "--output", tmp_path / name, *options)
         found = v.Vocabulary.load(tmp_path / name)
         assert out.exit_code == 0 and f"{len(found.ids)} of 256 tokens" in out.output and "coverage" in out.output
-        assert found.coverage >= 0.98 and int(found.counts.sum()) == 3 * 57
+        # What is held out for evaluation is not counted.
+        train, held_out, _ = load(folders / "answers")
+        assert len(train) + len(held_out) == 12
+        assert found.coverage >= 0.98 and int(found.counts.sum()) == len(train) * 57
         assert set(byte_tokenizer().encode("\n")) <= set(found.ids.tolist())
         assert name != "a" or len(found.ids) == 100
     with pytest.raises(ValueError, match="of 1 tokens is not between"):
         call(*shared, "--output", tmp_path / "d", "--size", "1")
     assert not (tmp_path / "d").exists()
+
+
+def test_the_command_says_what_is_wrong(folders, tmp_path, monkeypatch):
+    monkeypatch.setattr(v, "measure", lambda function: 1e-3)
+    shared = ("vocabulary", "--target", folders / "target", "--size", "100", "--output")
+    with pytest.raises(ValueError, match="is no data folder: it has no specdraft.json"):
+        call(*shared, tmp_path / "out", "--answers", folders)
+    with pytest.raises(ValueError, match=f"train is one split of a data folder; give the whole, {folders}"):
+        call(*shared, tmp_path / "out", "--answers", folders / "answers" / "train")
+    with pytest.raises(ValueError, match="there is no folder"):
+        call(*shared, tmp_path / "none" / "out", "--answers", folders / "answers")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # the operating system refuses the file in the middle
+        with pytest.raises(OSError, match="cannot write"):
+            call(*shared, tmp_path / "out", "--answers", folders / "answers")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(tmp_path.iterdir())

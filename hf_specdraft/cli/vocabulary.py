@@ -46,14 +46,15 @@ def vocabulary(
     device: Device = "cpu",
 ) -> None:
     """Choose a drafter's vocabulary: the tokens the target writes most, as many as pay on this machine."""
-    from datasets import load_from_disk
-
     from ..training import vocabulary as v
+    from ..training.data import load
 
+    data, _, _ = load(answers)
+    if not output.absolute().parent.is_dir():
+        raise ValueError(f"--output {output}: there is no folder {output.parent}")
     model, tokenizer = evaluation.load_target(target, dtype.value, device)
     text = model.config.get_text_config()
     whole = text.vocab_size
-    data = load_from_disk(str(answers))
     if len(data) < 2:
         raise ValueError(f"{answers} holds {len(data)} rows; coverage is measured between two halves of the answers")
     halves = [v.count_answers(data.shard(2, half, contiguous=False), whole) for half in (0, 1)]

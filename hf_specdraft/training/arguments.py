@@ -17,8 +17,8 @@ class DraftTrainingArguments(TrainingArguments):
 
     muon_learning_rate: of Muon, which then trains the weight matrices (0.01 is a good start); AdamW trains the rest by
         `learning_rate`. None: everything as `optim` says.
-    unroll: options of the drafter's own `unroll`. eval_unroll: those that differ in evaluation, by default anchors at
-        every token, which the simulated tau needs.
+    unroll: options of the drafter's own `unroll`. eval_unroll: those that differ in evaluation, which anyhow drafts at
+        every token and as far as decoding does: the simulated tau needs that.
     eval_max_new_tokens: tokens decoded for each evaluation prompt.
     metric_for_best_model: "tau" is that of decoding the evaluation prompts, "simulated_tau" that of the evaluation
         dataset's texts, "loss" its loss.
@@ -32,7 +32,7 @@ class DraftTrainingArguments(TrainingArguments):
     metric_for_best_model: str | None = "tau"
     muon_learning_rate: float | None = None
     unroll: dict[str, Any] = field(default_factory=dict)
-    eval_unroll: dict[str, Any] = field(default_factory=lambda: {"anchors": None})
+    eval_unroll: dict[str, Any] = field(default_factory=dict)
     eval_max_new_tokens: int = 64
 
     def __post_init__(self):

@@ -98,15 +98,23 @@ class TrainConfig:
                 _require(values.get(name), f"the config has no {name}")
             if field.type.startswith("dict") and not isinstance(values.get(name, {}), dict):
                 raise ValueError(f"{name} must be a section of keys, but it is {values[name]!r}")
+        _refuse_kinds("", values, {"start_texts": 0})
+        _require(isinstance(values.get("freeze", []), list), "freeze must be a list of modules, such as [lm_head]")
         config = cls(**values)
         config._check()
         return config
 
     def _check(self) -> None:
         _refuse_unknown("target", self.target, ("name", "revision", "dtype", "attn_implementation"))
+        dtype = self.target.get("dtype", "auto")
+        _require(
+            dtype == "auto" or isinstance(getattr(torch, str(dtype), None), torch.dtype),
+            f"target.dtype must be auto or one of torch's, such as bfloat16, but it is {dtype!r}",
+        )
         _refuse_unknown("eval_prompts", self.eval_prompts or (), ("file", "per_category"))
         _refuse_unknown("loss", self.loss, inspect.signature(DraftLoss).parameters)
         _refuse_unknown("trainer", self.trainer, set(_fields(DraftTrainingArguments)) - {"unroll"})
+        _refuse_kinds("trainer", self.trainer, _defaults(DraftTrainingArguments))
         _require(self.target.get("name"), "target has no name: give a folder or Hub repository")
         _require(self.trainer.get("output_dir"), "trainer has no output_dir: give the folder the drafter is saved to")
         _require(self.eval_prompts is None or self.eval_prompts.get("file"), "eval_prompts has no file")
@@ -120,10 +128,18 @@ class TrainConfig:
             )
         if self.draft_vocab is not None and "init_from" in self.drafter:
             raise ValueError("draft_vocab is for a new drafter; one that is trained has its vocabulary already")
+        if self.start_texts and "init_from" in self.drafter:
+            raise ValueError("start_texts is for a new drafter; the weights of one that is trained would be lost")
         family = self.family
         _refuse_unknown("drafter", self.drafter, ("family", "init_from", *_fields(family.config_class)))
-        options = set(inspect.signature(family.unroll).parameters) - {"self", "drafter", "view", "batch", "generator"}
-        _refuse_unknown("unroll", self.unroll, options)
+        _refuse_kinds("drafter", self.drafter, _defaults(family.config_class))
+        options = inspect.signature(family.unroll).parameters
+        options = {name: option.default for name, option in options.items()}
+        for name in ("self", "drafter", "view", "batch", "generator"):
+            options.pop(name, None)
+        for section, given in (("unroll", self.unroll), ("trainer.eval_unroll", self.trainer.get("eval_unroll") or {})):
+            _refuse_unknown(section, given, options)
+            _refuse_kinds(section, given, options)
 
     @property
     def family(self) -> type[Drafter]:
@@ -182,6 +198,7 @@ class TrainConfig:
         loss = DraftLoss(**self.loss)
         train, held_out, about = load(self.data)
         target, tokenizer = self._target()
+        _refuse_foreign(train, target)
         torch.manual_seed(args.seed)
         drafter = self._drafter(target, tokenizer, train)
         drafter.check(TargetView(target))
@@ -219,6 +236,7 @@ class TrainConfig:
         """What `capture` needs for this run: (target, training texts, layers that the drafter reads)."""
         train, _, _ = load(self.data)
         target, tokenizer = self._target()
+        _refuse_foreign(train, target)
         drafter = self._drafter(target, tokenizer, train)
         drafter.check(TargetView(target))  # some learn here what they read
         return target, train, drafter.feature_layers
@@ -249,13 +267,21 @@ class TrainConfig:
             size = target.config.get_text_config().vocab_size
             always = [token for token in control_tokens(tokenizer, target.generation_config) if token < size]
             vocabulary = draft_vocabulary(self.draft_vocab, lambda: count_answers(train, size), always)
+            if len(vocabulary.counts) != size:
+                raise ValueError(
+                    f"{self.draft_vocab} is a vocabulary for a target of {len(vocabulary.counts)} tokens, and this one "
+                    f"has {size}; make one for it with `hf-specdraft vocabulary`"
+                )
             fields.update(own_head=True, draft_vocab_size=len(vocabulary.ids))
         commit = getattr(target.config, "_commit_hash", None)
         fields = {"target_name": self.target["name"], "target_revision": commit, **fields}
         drafter = family(family.config_class.for_target(target.config, tokenizer, **fields))
-        if getattr(drafter.config, "own_head", False) and drafter.config.hidden_size == target.config.hidden_size:
+        view = TargetView(target)
+        if getattr(drafter.config, "own_head", False) and drafter.config.hidden_size == view.hidden_size:
             hidden = head_states(target, train) if drafter.config.draft_head_rank else None
-            initialize_head(drafter, TargetView(target), None if vocabulary is None else vocabulary.ids, hidden)
+            initialize_head(drafter, view, None if vocabulary is None else vocabulary.ids, hidden)
+        elif vocabulary is not None:
+            drafter.draft_ids.copy_(vocabulary.ids)  # the rows have another width than the target's, and stay random
         return drafter
 
 
@@ -300,6 +326,35 @@ def _peft() -> Any:
 
 def _fields(config_class: type) -> list[str]:
     return [field.name for field in dataclasses.fields(config_class) if field.init]
+
+
+def _refuse_foreign(texts: Any, target: PreTrainedModel) -> None:
+    """Raise ValueError for texts with tokens that the target does not have."""
+    from pyarrow import compute
+
+    size = target.config.get_text_config().vocab_size
+    largest = compute.max(compute.list_flatten(texts.data.column("input_ids"))).as_py()
+    if largest >= size:
+        raise ValueError(
+            f"the data hold token {largest}, outside the target's vocabulary of {size}; they were made for another "
+            "model, so make them anew with this target"
+        )
+
+
+def _defaults(config_class: type) -> dict[str, Any]:
+    fields = dataclasses.fields(config_class)
+    return {field.name: field.default for field in fields if "str" not in str(field.type)}
+
+
+def _refuse_kinds(section: str, given: dict[str, Any], defaults: dict[str, Any]) -> None:
+    """Raise ValueError for what is no number, or no truth value, where the default is one."""
+    for key, value in given.items():
+        kind = type(defaults.get(key))
+        if value is None or kind not in (bool, int, float):
+            continue
+        if not isinstance(value, (int, float)) or isinstance(value, bool) != (kind is bool):
+            what = "true or false" if kind is bool else "a number"
+            raise ValueError(f"{section + '.' if section else ''}{key} must be {what}, but it is {value!r}")
 
 
 def _refuse_unknown(section: str, given: Iterable[str], known: Iterable[str]) -> None:

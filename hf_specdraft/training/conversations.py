@@ -7,13 +7,14 @@ to the template's stop token, is what the target writes. Prompt and answer are t
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import jinja2
+
+from ..publishing.templates import template_sha256
 
 Messages = list[dict[str, Any]]
 
@@ -80,8 +81,7 @@ class ChatEncoder:
 
     def about(self) -> dict[str, Any]:
         """What a data set must say about its chats, named as in a drafter's config ("" without a template)."""
-        digest = "" if self.template is None else hashlib.sha256(self.template.encode()).hexdigest()
-        return {"chat_template_sha256": digest, "chat_template_kwargs": self.mode}
+        return {"chat_template_sha256": template_sha256(self.tokenizer), "chat_template_kwargs": self.mode}
 
     def render(self, messages: Messages, prompt: bool = False) -> str:
         """The chat as text; `prompt` adds what makes the target write the next turn. ValueError where it is refused."""

@@ -208,6 +208,8 @@ def load(folder: str | Path) -> tuple[Any, Any, dict[str, Any]]:
         raise ValueError(f"{folder} is no data folder: it has no {ABOUT}; `hf-specdraft data` makes one")
     about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
     sets = load_from_disk(str(folder))
+    if not isinstance(sets, Mapping):
+        raise ValueError(f"{folder} is one split of a data folder; give the whole, {folder.absolute().parent}")
     return sets[TRAIN], sets.get(HELD_OUT), about
 
 

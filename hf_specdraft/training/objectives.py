@@ -45,7 +45,11 @@ def argmax_ce(draft_logits: Tensor, teacher_logits: Tensor, labels: Tensor) -> T
 
 
 def soft_ce(draft_logits: Tensor, teacher_logits: Tensor, labels: Tensor, *, temperature: float = 1.0) -> Tensor:
-    """-sum p log q (EAGLE-3 2503.01840)."""
+    """-sum p log q (EAGLE-3 2503.01840).
+
+    Ours are the temperature, the paper having none, and which slots count: those whose text token can be drafted, where
+    EAGLE-3 asks it of the teacher's best token. `DraftLoss` divides by the slots that count, EAGLE-3 by all positions.
+    """
     log_q = _log_probs(draft_logits, temperature)
     return _known(-(_log_probs(teacher_logits, temperature).exp() * log_q).sum(-1), labels) * temperature**2
 
@@ -108,7 +112,7 @@ def lk(draft_logits: Tensor, teacher_logits: Tensor, labels: Tensor) -> Tensor:
 
 def lk_mix(draft_logits: Tensor, teacher_logits: Tensor, labels: Tensor, *, eta: float = 3.0) -> Tensor:
     """LK losses, "lambda": l KL(p || q) + (1 - l) TV(p, q) with l = exp(-eta acceptance) held fixed: the divergence
-    while little is accepted, then acceptance itself."""
+    while little is accepted, then acceptance itself. That l, and its eta, are our reading of their "adaptive mix"."""
     distance = tv(draft_logits, teacher_logits, labels)
     share = (-eta * (1 - distance.detach())).exp()
     return share * forward_kl(draft_logits, teacher_logits, labels) + (1 - share) * distance

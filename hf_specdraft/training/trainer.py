@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from ..publishing import Provenance
 
 Sums = dict[str, Tensor]
+# Options of the families' unrolls that say where drafts start and how long they are: None is as in decoding.
+EXTENT = ("anchors", "steps", "slots")
 
 
 class DraftTrainer(Trainer):
@@ -195,13 +198,15 @@ class DraftTrainer(Trainer):
         """Loss, accuracies and simulated tau of a data set's texts."""
         model = self._wrap_model(self.model, training=False)
         sums: Sums = {}
+        extent = {name: None for name in EXTENT if name in inspect.signature(self.drafter.unroll).parameters}
+        unroll = {**self.args.unroll, **extent, **self.args.eval_unroll}
         size, world = self.args.eval_batch_size, self.args.world_size
         for step, inputs in enumerate(self.get_eval_dataloader(dataset)):
             batch, _ = self._batch(self._prepare_inputs(inputs))
             # Processes get equally many rows: the last ones may be the first ones over again.
             first = (step * world + self.args.process_index) * size
             batch.loss_mask[max(0, len(dataset) - first) :] = False
-            out = self._measure(model, self.live(batch), {**self.args.unroll, **self.args.eval_unroll})
+            out = self._measure(model, self.live(batch), unroll)
             _add(sums, _sums(out))
             committed, passes = simulate(out["matches"], out["anchors"], batch)
             _add(sums, {"committed": torch.tensor(committed), "passes": torch.tensor(passes)})

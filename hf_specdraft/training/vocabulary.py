@@ -112,8 +112,12 @@ class Vocabulary:
         return float(self.counts[self.ids].sum() / self.counts.sum())
 
     def save(self, path: str | Path, **about: str) -> None:
-        """Write a safetensors file with `draft_ids` [K] and `counts` [V]; `about` are its metadata."""
-        save_file({"draft_ids": self.ids, "counts": self.counts}, path, metadata=about or None)
+        """Write a safetensors file with `draft_ids` [K] and `counts` [V]; `about` are its metadata. OSError, and no
+        file, when that fails."""
+        try:
+            save_file({"draft_ids": self.ids, "counts": self.counts}, path, metadata=about or None)
+        except SafetensorError as error:
+            raise OSError(f"cannot write {path} ({error})") from error
 
     @classmethod
     def load(cls, path: str | Path) -> Vocabulary:

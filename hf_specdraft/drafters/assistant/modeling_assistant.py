@@ -99,13 +99,13 @@ class AssistantDrafter(Drafter):
         view: TargetView,
         batch: TrainingBatch,
         anchors: int | None = None,
-        slots: int = 1,
+        slots: int | None = 1,
         generator: torch.Generator | None = None,
     ) -> Unrolled:
         """The assistant's states along the texts, as plain fine-tuning has them (FastDraft, 2411.11055).
 
         anchors: how many of each document (`choose_anchors`), all by default: they cost the vocabulary side only.
-        slots: one, as a draft's later tokens are the first ones of later anchors. With config.num_assistant_tokens the
+        slots: one, as a draft's later tokens are the first ones of later anchors. With None (num_assistant_tokens) the
             matches with the target's text are those of drafting, for `simulation.simulate`.
         """
         batch = batch.to(self.device)
@@ -120,6 +120,7 @@ class AssistantDrafter(Drafter):
         ids[known], mask[known] = batch.input_ids[real].clamp(max=rows - 1), 1
         states = self.model.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
         starts = choose_anchors(batch, anchors, generator).flatten().nonzero().flatten()
+        slots = self.config.num_assistant_tokens if slots is None else slots
         labels, before, valid = following(batch, starts, slots)
         hidden = states[tuple(index[before] for index in place)]
         return Unrolled(hidden, labels, before, valid, anchors=starts)
