@@ -10,15 +10,17 @@ import torch
 from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
-from hf_specdraft.drafters import AutoDrafter
+from hf_specdraft.drafters import AutoDrafter, TargetView
 from hf_specdraft.drafters.assistant import AssistantDrafter
 from hf_specdraft.drafters.block import BlockConfig, BlockDrafter
 from hf_specdraft.drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from hf_specdraft.training.arguments import DraftTrainingArguments
 from hf_specdraft.training.capture import capture
 from hf_specdraft.training.data import collate
+from hf_specdraft.training.features import LiveFeatures, TargetLaw
 from hf_specdraft.training.loss import DraftLoss
 from hf_specdraft.training.optimizers import MuonAdamW
+from hf_specdraft.training.records import TrainingBatch
 from hf_specdraft.training.trainer import DraftTrainer, last_checkpoint
 
 
@@ -217,6 +219,29 @@ def test_training_in_bfloat16_on_a_cpu(family, target, tmp_path):
     taus = [entry["eval_tau"] for entry in run.state.log_history if "eval_tau" in entry]
     saved = trainer(target, tmp_path / "saved", drafter=AutoDrafter.from_pretrained(tmp_path), **changes)
     assert saved.evaluate()["eval_tau"] == taus[-1]
+
+
+@pytest.mark.parametrize("family", ["block", "eagle3"])
+def test_two_chats_packed_train_as_they_do_apart(family, target):
+    """From the rows of a data folder to the gradients: the target's states and law, the unroll and the loss."""
+    chats = list(rows(2))
+    both = {
+        "input_ids": chats[0]["input_ids"] + chats[1]["input_ids"],
+        "loss_mask": chats[0]["loss_mask"] + chats[1]["loss_mask"],
+        "document_ids": [1] * len(chats[0]["input_ids"]) + [2] * len(chats[1]["input_ids"]),
+    }
+    loss, law = DraftLoss({"ce": 1.0, "tv": 0.5, "forward_kl": 0.5}, "dpace"), TargetLaw(target)
+    results = []
+    for given in ([both], chats, chats[::-1]):
+        drafter = make_drafter() if family == "block" else make_eagle3(target)
+        batch = LiveFeatures(target, drafter.feature_layers)(TrainingBatch(**collate(given, 0)))
+        out = loss(drafter, TargetView(target), batch, law, anchors=None)
+        out["loss"].backward()
+        gradients = {name: p.grad for name, p in drafter.named_parameters() if p.requires_grad}
+        assert all(gradient.any() for gradient in gradients.values())
+        results.append((out["loss"].detach(), out["denominator"], int(out["slot_count"].sum()), gradients))
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0], atol=1e-6, rtol=1e-4)
 
 
 # Evaluation -----------------------------------------------------------------------------------------------------------
