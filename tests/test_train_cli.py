@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 from pathlib import Path
 
@@ -168,6 +169,9 @@ def test_start_texts_and_freeze_shape_a_new_drafter(config, place, tmp_path):
     fewer = TrainConfig.read(config, ["start_texts=2"]).build().drafter
     assert not torch.equal(started.fc.weight, plain.fc.weight)
     assert not torch.equal(started.fc.weight, fewer.fc.weight)
+    call("capture", config, "--out", tmp_path / "features")
+    captured = TrainConfig.read(config, [f"features={tmp_path / 'features'}"]).build().drafter
+    torch.testing.assert_close(captured.fc.weight, started.fc.weight, atol=1e-4, rtol=1e-3)
     call("train", config)
     trained = AutoDrafter.from_pretrained(tmp_path / "out")
     for name, moved in (("lm_head", False), ("fc", False), ("fc_next", True), ("layers.0.mlp.down_proj", True)):
@@ -240,6 +244,17 @@ def test_what_is_wrong_is_said_before_anything_is_written(override, message, con
     with pytest.raises((ValueError, OSError), match=message):
         call("train", config, override)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_full_disk_names_the_file(config, tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+        with pytest.raises(OSError, match=f"cannot write train.yaml to {tmp_path / 'out'} .*; make room on the disk"):
+            call("train", config, "trainer.report_to=none")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list((tmp_path / "out").iterdir())
 
 
 def test_a_config_that_is_none_is_refused(tmp_path):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 from transformers import TrainerCallback
 
+from .files import write_whole
 from .plots import plot_training
 
 LOG_NAME, PLOT_NAME = "training_log.json", "training.png"
@@ -27,7 +27,6 @@ class HistoryCallback(TrainerCallback):
             return
         folder = Path(args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        whole = folder / f".{LOG_NAME}"  # a full disk must not cost the log there is
-        whole.write_text(json.dumps(state.log_history, indent=1) + "\n", encoding="utf-8")
-        os.replace(whole, folder / LOG_NAME)
+        log = json.dumps(state.log_history, indent=1) + "\n"
+        write_whole(folder / LOG_NAME, lambda path: path.write_text(log, encoding="utf-8"))
         plot_training(state.log_history, folder / PLOT_NAME)

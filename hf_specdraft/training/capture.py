@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +26,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from .features import LiveFeatures, spread
+from .files import write_whole
 from .records import TrainingBatch
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
@@ -157,16 +158,17 @@ def capture(
     left = sum(sum(sizes[first:end]) for (first, end), finished in zip(shards, done) if not finished)
     _announce(folder, manifest, sum(sizes), left, cap_bytes)
     folder.mkdir(parents=True, exist_ok=True)
-    for partial in folder.glob("*.partial"):
-        partial.unlink()  # of a run that was killed
-    _write(folder / "manifest.json", lambda path: path.write_text(json.dumps(manifest, indent=1)), folder)
+    for left_over in folder.glob("*.partial"):
+        left_over.unlink()  # of a run that was killed
+    write = partial(write_whole, remedy="finished shards are kept, so make room and run the same capture again")
+    write(folder / "manifest.json", lambda path: path.write_text(json.dumps(manifest, indent=1)))
     with tqdm(total=sum(lengths), unit="token", unit_scale=True, desc="capturing") as bar:
         for number, (first, end) in enumerate(shards):
             if done[number]:
                 bar.update(sum(lengths[first:end]))
                 continue
             tensors = _captured(live, dataset, range(first, end), lengths, batch_tokens, bar)
-            _write(_shard(folder, number), lambda path, tensors=tensors: save_file(tensors, path), folder)
+            write(_shard(folder, number), lambda path, tensors=tensors: save_file(tensors, path))
     return CapturedFeatures(folder)
 
 
@@ -278,21 +280,6 @@ def _is_finished(path: Path) -> bool:
             return True
     except (OSError, SafetensorError):
         return False
-
-
-def _write(path: Path, write, folder: Path) -> None:
-    """Write a file so that it is there whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    try:
-        write(partial)
-        os.replace(partial, path)
-    except (OSError, SafetensorError) as error:
-        raise OSError(
-            f"cannot write {path.name} to {folder} ({error}); finished shards are kept, so make room and run the same "
-            "capture again"
-        ) from error
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _stored_row(shard: Path, row: int) -> dict[str, Tensor]:

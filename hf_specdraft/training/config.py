@@ -23,6 +23,7 @@ from .arguments import DraftTrainingArguments
 from .capture import CapturedFeatures
 from .data import collate, load
 from .features import LiveFeatures
+from .files import write_whole
 from .loss import DraftLoss
 from .records import TrainingBatch
 from .trainer import DraftTrainer, last_checkpoint
@@ -160,7 +161,7 @@ class TrainConfig:
         """Write the config, overrides included, as `train.yaml`."""
         Path(folder).mkdir(parents=True, exist_ok=True)
         text = yaml.safe_dump(dataclasses.asdict(self), sort_keys=False)
-        (Path(folder) / CONFIG_NAME).write_text(text, encoding="utf-8")
+        write_whole(Path(folder) / CONFIG_NAME, lambda path: path.write_text(text, encoding="utf-8"))
 
     def checkpoint(self) -> Path:
         """The checkpoint that a resumed run goes on from.

@@ -21,6 +21,7 @@ from torch.utils.benchmark import Timer
 
 from ..drafters.base import TargetView, base_module
 from ..heads import HeadedDrafter, LowRankHead
+from .files import write_whole
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -114,10 +115,8 @@ class Vocabulary:
     def save(self, path: str | Path, **about: str) -> None:
         """Write a safetensors file with `draft_ids` [K] and `counts` [V]; `about` are its metadata. OSError, and no
         file, when that fails."""
-        try:
-            save_file({"draft_ids": self.ids, "counts": self.counts}, path, metadata=about or None)
-        except SafetensorError as error:
-            raise OSError(f"cannot write {path} ({error})") from error
+        tensors = {"draft_ids": self.ids, "counts": self.counts}
+        write_whole(Path(path), lambda place: save_file(tensors, place, metadata=about or None))
 
     @classmethod
     def load(cls, path: str | Path) -> Vocabulary:
