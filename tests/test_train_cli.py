@@ -196,6 +196,21 @@ def test_a_draft_vocabulary_must_be_the_targets(config, place, tmp_path):
         assert torch.equal(drafter.draft_token_ids, chosen.ids)
 
 
+def test_data_of_another_template_are_told(config, place, tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr("hf_specdraft.training.config.logger.warning", lambda text, *args: said.append(text % args))
+    TrainConfig.read(config).build()
+    assert not said
+    other = shutil.copytree(place / "target", tmp_path / "other")
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    tokenizer.save_pretrained(other)
+    drafter = TrainConfig.read(config, [f"target={other}"]).build().drafter
+    assert len(said) == 1 and "fewer drafts will be accepted" in said[0]
+    # What it was trained on is what the answers were written in.
+    assert drafter.config.chat_template_sha256 == load(place / "answers")[2]["chat_template_sha256"]
+
+
 def test_data_of_another_target_are_refused(config, place, tmp_path):
     smaller = tmp_path / "smaller"
     make_target(vocab_size=64).save_pretrained(smaller)

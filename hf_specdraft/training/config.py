@@ -13,12 +13,13 @@ from typing import Any
 import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging
 
 from .. import evaluation
 from ..drafters import AutoDrafter, families
 from ..drafters.base import Drafter, TargetView
 from ..inspection import recognise
-from ..publishing import Provenance
+from ..publishing import Provenance, template_mismatch
 from .arguments import DraftTrainingArguments
 from .capture import CapturedFeatures
 from .data import collate, load
@@ -28,6 +29,8 @@ from .loss import DraftLoss
 from .records import TrainingBatch
 from .trainer import DraftTrainer, last_checkpoint
 from .vocabulary import control_tokens, count_answers, draft_vocabulary, head_states, initialize_head
+
+logger = logging.get_logger(__name__)
 
 CONFIG_NAME = "train.yaml"
 # Sections that may be written as one value, and the key it stands for.
@@ -211,6 +214,9 @@ class TrainConfig:
         template = {"sha256": about["chat_template_sha256"], "kwargs": about["chat_template_kwargs"]}
         drafter.config.chat_template_sha256 = template["sha256"]
         drafter.config.chat_template_kwargs = template["kwargs"]
+        differs = template_mismatch(drafter, tokenizer, template["kwargs"])
+        if differs is not None:
+            logger.warning("of the target's own prompts: %s", differs)
         features = None
         if self.features != "live":
             features = CapturedFeatures(self.features, train, target, drafter.feature_layers, loss.needs_law)
