@@ -422,6 +422,10 @@ def test_the_command_goes_from_prompts_to_a_folder(target, tmp_path):
     assert data.load(tmp_path / "again")[0].to_dict() == train.to_dict()
     with pytest.raises(ValueError, match="max_new_tokens 8 .now 9.; continue with the same"):
         call(*ask[:-1], 9)
+    with pytest.raises(ValueError, match=r"temperature \[0.0, 0.8\] .now \[0.0\]"):
+        call(*ask, "--temperature", 0)
+    with pytest.raises(ValueError, match="samples 1 .now 2."):
+        call(*ask, "--samples", 2)
 
 
 def test_the_command_stops_and_continues(target, tmp_path, monkeypatch):

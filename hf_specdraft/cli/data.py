@@ -96,7 +96,8 @@ def data(
                 asked = kept
             jobs = writing.plan(asked, dict.fromkeys(temperature, 1.0), samples)
             writer = remote or local
-            file = writing.AnswerFile(answers, {"target": target, **writer.settings()})
+            asked_for = {"target": target, "temperature": list(temperature), "samples": samples}
+            file = writing.AnswerFile(answers, {**asked_for, **writer.settings()})
             _run(writer.write(jobs, file), len(jobs), len(file.rows), "answers", console)
         except KeyboardInterrupt:
             console.print(f"stopped; what was finished is in {out}, and the same command continues behind it")

@@ -21,7 +21,7 @@ class DraftTrainingArguments(TrainingArguments):
         every token and as far as decoding does: the simulated tau needs that.
     eval_max_new_tokens: tokens decoded for each evaluation prompt.
     metric_for_best_model: "tau" is that of decoding the evaluation prompts, "simulated_tau" that of the evaluation
-        dataset's texts, "loss" its loss.
+        dataset's texts, drafted as chains, "loss" its loss.
     """
 
     learning_rate: float = 6e-4
