@@ -51,6 +51,12 @@ def test_the_map_is_the_ridge_regression():
         best = torch.linalg.solve(x.T @ x + 100 * torch.eye(x.shape[1]).double(), x.T @ y)
         drafted = drafter.fuse(batch.features[:, :-2], drafter.embed(texts[:, 1:-1, None], view)).flatten(0, 1)
         assert torch.allclose((drafted * drafter.norm.weight).double(), x @ best, atol=1e-3 * float(y.abs().max()))
+        # Where the state before is the drafter's own, it stands for the target's final one.
+        before = batch.last_hidden[:, :-2]
+        x = torch.cat([before, token], -1).flatten(0, 1).double()
+        best = torch.linalg.solve(x.T @ x + 100 * torch.eye(x.shape[1]).double(), x.T @ y)
+        drafted = drafter.resume(before, drafter.embed(texts[:, 1:-1, None], view)).flatten(0, 1)
+        assert torch.allclose((drafted * drafter.norm.weight).double(), x @ best, atol=1e-3 * float(y.abs().max()))
         # Before training the layer adds nothing, so this map is the whole drafter.
         assert not drafter.layers[0].self_attn.o_proj.weight.any() and not drafter.layers[0].mlp.down_proj.weight.any()
 
