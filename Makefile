@@ -3,6 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 PROMPTS ?= examples/prompts.jsonl
+DRAFTER ?= model_cards/SmolLM2-135M-Instruct-eagle3
 # Two workers of one thread each are faster than one of two on tiny models.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
@@ -30,7 +31,9 @@ check: lint test
 bench: $(INSTALLED)
 	mkdir -p build
 	$(BIN)/hf-specdraft bench --target "$$($(BIN)/python scripts/get_model.py)" --prompts $(PROMPTS) \
-		--drafter ngram --per-category 8 --repeats 3 --json build/bench.json --plot build/bench.png
+		--drafter ngram:tree_nodes=10,policy=fixed --drafter $(DRAFTER):policy=fixed --drafter $(DRAFTER) \
+		--drafter ngram+$(DRAFTER):mode=tree,policy=fixed --drafter ngram+$(DRAFTER) \
+		--pack-cpu --per-category 8 --json build/bench.json --plot build/bench.png
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -1,4 +1,4 @@
-"""Eight prompts on SmolLM2-135M-Instruct, plain and with the n-gram drafter: the same text, sooner.
+"""Eight prompts on SmolLM2-135M-Instruct: plain, by n-grams, by the trained drafter, by both. The same text, sooner.
 
     python scripts/demo.py
 
@@ -18,9 +18,12 @@ from rich.table import Table
 from transformers import TextStreamer
 from transformers.utils import logging
 
-from hf_specdraft import NgramConfig, NgramDrafter, evaluation
+from hf_specdraft import AutoDrafter, CombinedDrafter, NgramConfig, NgramDrafter, evaluation
+from hf_specdraft.packing import pack_linears
 
-PROMPTS = Path(__file__).resolve().parent.parent / "examples" / "prompts.jsonl"
+ROOT = Path(__file__).resolve().parent.parent
+PROMPTS = ROOT / "examples" / "prompts.jsonl"
+DRAFTER = ROOT / "model_cards" / "SmolLM2-135M-Instruct-eagle3"
 STREAMED = "code-edit"
 MAX_NEW_TOKENS = 96
 
@@ -30,39 +33,41 @@ def main() -> int:
     console = Console()
     console.print("Getting the model (converted once, then kept) ...")
     target, tokenizer = evaluation.load_target(str(get_model()), "float32")
-    assisted = {"assistant_model": NgramDrafter(NgramConfig())}
+    ngram, network = NgramDrafter(NgramConfig()), AutoDrafter.from_pretrained(DRAFTER, dtype="float32")
+    drafters = {"ngram": ngram, "network": network, "both": CombinedDrafter.from_drafters(ngram, network)}
+    # Plain decoding gets the packed weights as well.
+    packed = sum(pack_linears(model) for model in (target, network))
     prompts = evaluation.read_prompts(PROMPTS)
     inputs = {p.id: evaluation.encode(tokenizer, p.text) for p in prompts}
 
-    console.rule(f"streaming '{STREAMED}', assisted")
+    console.rule(f"streaming '{STREAMED}', assisted by both")
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    evaluation.run(target, inputs[STREAMED], MAX_NEW_TOKENS, streamer=streamer, **assisted)
+    evaluation.run(target, inputs[STREAMED], MAX_NEW_TOKENS, streamer=streamer, assistant_model=drafters["both"])
     console.rule()
 
-    table = Table("category", "tokens", "plain tok/s", "assisted tok/s", "ratio", "tau", "identical")
-    differing, spent, made = 0, [0.0, 0.0], 0
+    table = Table("category", "tokens", "plain tok/s", *(f"{name}: tau, x plain" for name in drafters), "identical")
+    differing, made, spent = 0, 0, dict.fromkeys(["plain", *drafters], 0.0)
+    counts = {name: [0, 0] for name in drafters}
     for p in track(prompts, "plain and assisted", console=console, transient=True):
         plain = evaluation.run(target, inputs[p.id], MAX_NEW_TOKENS)
-        fast = evaluation.run(target, inputs[p.id], MAX_NEW_TOKENS, **assisted)
-        identical = plain.ids == fast.ids
-        differing += not identical
+        spent["plain"] += plain.seconds
         made += len(plain.ids)
-        spent = [spent[0] + plain.seconds, spent[1] + fast.seconds]
-        table.add_row(
-            p.category,
-            str(len(plain.ids)),
-            f"{len(plain.ids) / plain.seconds:.1f}",
-            f"{len(fast.ids) / fast.seconds:.1f}",
-            f"{plain.seconds / fast.seconds:.2f}",
-            f"{fast.speculation.tau:.2f}",
-            "yes" if identical else "NO",
-        )
+        cells, identical = [], True
+        for name, drafter in drafters.items():
+            fast = evaluation.run(target, inputs[p.id], MAX_NEW_TOKENS, assistant_model=drafter)
+            identical &= plain.ids == fast.ids
+            spent[name] += fast.seconds
+            counts[name] = [counts[name][0] + fast.committed, counts[name][1] + fast.passes]
+            cells.append(f"{fast.speculation.tau:.2f}  {plain.seconds / fast.seconds:.2f}")
+        differing += not identical
+        speed = f"{len(plain.ids) / plain.seconds:.1f}"
+        table.add_row(p.category, str(len(plain.ids)), speed, *cells, "yes" if identical else "NO")
     table.add_section()
-    speeds = [f"{made / seconds:.1f}" for seconds in spent]
-    verdict = "yes" if not differing else f"{differing} NO"
-    table.add_row("all", str(made), *speeds, f"{spent[0] / spent[1]:.2f}", "", verdict)
+    cells = [f"{counts[name][0] / counts[name][1]:.2f}  {spent['plain'] / spent[name]:.2f}" for name in drafters]
+    speed = f"{made / spent['plain']:.1f}"
+    table.add_row("all", str(made), speed, *cells, "yes" if not differing else f"{differing} NO")
     console.print(table)
-    console.print(f"float32, greedy, {torch.get_num_threads()} CPU threads")
+    console.print(f"float32, {packed} layers packed, greedy, {torch.get_num_threads()} CPU threads")
     return 1 if differing else 0
 
 

@@ -24,7 +24,7 @@ fi
 
 case $device in
 cpu)
-    hf-specdraft capture "$here/demo_drafter.yaml" target.name="$model" data="$out/data" features="$out/features"
+    hf-specdraft capture "$here/demo_drafter.yaml" target.name="$model" data="$out/data" --out "$out/features"
     set -- "$here/demo_drafter.yaml" features="$out/features"
     ;;
 gpu)
@@ -34,3 +34,4 @@ esac
 resume=
 [ -z "$(ls -d "$out"/drafter/checkpoint-* 2>/dev/null)" ] || resume=--resume
 hf-specdraft train "$@" target.name="$model" data="$out/data" trainer.output_dir="$out/drafter" $resume
+hf-specdraft card "$out/drafter" --license apache-2.0
