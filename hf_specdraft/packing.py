@@ -26,6 +26,7 @@ from torch.nn import functional as F
 
 # By dtype, (weights of the smallest layer, fewest rows) for which the packed product was the faster one. They are
 # constants, because a cross-over measured anew would make rounding, and so a text, differ from process to process.
+ROWS = 8  # of a draft's pass: the layout is chosen for so many, and serves any number
 PAYS = {torch.bfloat16: (0, 1), torch.float32: (1 << 19, 4)}
 
 
@@ -56,7 +57,7 @@ def pack_linears(model: nn.Module) -> int:
     for layer in chosen:
         layer.__class__ = PackedLinear
         if not layer.is_fresh:
-            layer.packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), None)
+            layer.packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), ROWS)
             layer.packed_from = layer.state_of_weight
     return len(chosen)
 

@@ -330,8 +330,12 @@ def tensor_bytes() -> int:
     gc.collect()
     found = {}
     for thing in gc.get_objects():
-        # Tests of compiled targets leave fake tensors behind, which hold no memory: real ones only.
-        if type(thing) in (torch.Tensor, torch.nn.Parameter) and thing.device.type == "cpu" and not thing.is_sparse:
+        # Tests of compiled targets leave fake tensors behind, which hold no memory; packed ones do not show theirs.
+        if (
+            type(thing) in (torch.Tensor, torch.nn.Parameter)
+            and thing.device.type == "cpu"
+            and thing.layout == torch.strided
+        ):
             storage = thing.untyped_storage()
             found[storage.data_ptr()] = storage.nbytes()
     return sum(found.values())

@@ -34,11 +34,16 @@ def bench(
     per_category: PerCategory = None,
     max_new_tokens: MaxNewTokens = 128,
     repeats: Annotated[int, typer.Option(min=1, help="How often everything is run.")] = 1,
-    prompt_lookup_num_tokens: Annotated[int, typer.Option(min=1, help="Draft length of transformers' lookup.")] = 10,
+    prompt_lookup_num_tokens: Annotated[
+        int, typer.Option(min=0, help="Draft length of transformers' lookup; 0 leaves it out.")
+    ] = 10,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all measurements here.")] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw tau and speed here (PNG).")] = None,
     chat_template_kwargs: TemplateKwargs = "{}",
     dtype: DtypeOption = Dtype.float32,
+    drafter_dtype: Annotated[
+        Dtype | None, typer.Option(help="The drafters' weights, where not as the target's.")
+    ] = None,
     device: Device = "cpu",
     pack_cpu: PackCpu = False,
 ) -> None:
@@ -47,7 +52,9 @@ def bench(
     chosen = evaluation.read_prompts(prompts, per_category)
     methods = evaluation.baselines(prompt_lookup_num_tokens)
     for spec in drafter:
-        methods[spec] = {"assistant_model": evaluation.load_drafter(spec, dtype.value, device, pack_cpu)}
+        methods[spec] = {
+            "assistant_model": evaluation.load_drafter(spec, (drafter_dtype or dtype).value, device, pack_cpu)
+        }
     drafters = [arguments["assistant_model"] for name, arguments in methods.items() if name in drafter]
     warn_of_template(drafters, tokenizer, chat_template_kwargs)
     # A pipe has no width of its own, and 80 columns would cut the method names.
@@ -69,6 +76,7 @@ def bench(
             prompt_lookup_num_tokens=prompt_lookup_num_tokens,
             chat_template_kwargs=chat_template_kwargs,
             dtype=str(model.dtype).removeprefix("torch."),
+            drafter_dtype=drafter_dtype and drafter_dtype.value,
             device=str(model.device),
             pack_cpu=pack_cpu,
         )
@@ -97,6 +105,8 @@ def table(rows: list[evaluation.Row]) -> Table:
     return view
 
 
-def _spread(ratio: tuple[float, float, float]) -> str:
+def _spread(ratio: tuple[float, float, float] | None) -> str:
+    if ratio is None:
+        return "-"
     middle, low, high = ratio
     return f"{middle:.2f}" if low == high else f"{middle:.2f} ({low:.2f}-{high:.2f})"

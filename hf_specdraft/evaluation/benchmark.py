@@ -46,7 +46,8 @@ class Row:
     """A category (or "overall") and a method, over all prompts and repeats.
 
     tau: tokens committed per target pass, pooled over the prompts. tokens_per_second: median over repeats.
-    to_plain, to_lookup: speed over that of plain generate and of prompt lookup: median, lowest, highest repeat.
+    to_plain, to_lookup: speed over that of plain generate and of prompt lookup: median, lowest, highest repeat; None
+        where prompt lookup was not measured.
     decoding_to_plain: the same over plain generate, the prefill pass left out of both.
     equal: prompts whose text was plain's in every repeat, out of `prompts`.
     outside: share of the wall time spent in neither the target's nor the drafter's forward; None when unknown.
@@ -58,15 +59,16 @@ class Row:
     tau: float
     tokens_per_second: float
     to_plain: tuple[float, float, float]
-    to_lookup: tuple[float, float, float]
+    to_lookup: tuple[float, float, float] | None
     decoding_to_plain: tuple[float, float, float]
     equal: int
     outside: float | None
 
 
 def baselines(prompt_lookup_num_tokens: int = 10) -> dict[str, dict[str, Any]]:
-    """generate's arguments for the two methods every benchmark runs."""
-    return {PLAIN: {}, LOOKUP: {"prompt_lookup_num_tokens": prompt_lookup_num_tokens}}
+    """generate's arguments for the methods every benchmark runs; prompt lookup only where it may draft a token."""
+    lookup = {LOOKUP: {"prompt_lookup_num_tokens": prompt_lookup_num_tokens}} if prompt_lookup_num_tokens else {}
+    return {PLAIN: {}, **lookup}
 
 
 def bench(
@@ -80,8 +82,8 @@ def bench(
 ) -> Iterator[Record]:
     """Run every method on every prompt, greedily, one row at a time; yields a record per call.
 
-    methods: name -> generate's arguments, with the `baselines` among them. All methods of a prompt run one after the
-    other, so that a slow minute of the machine hits all of them, and each repeat starts with another method.
+    methods: name -> generate's arguments, plain generate's among them (`baselines`). All methods of a prompt run one
+    after the other, so that a slow minute of the machine hits all of them, and each repeat starts with another method.
     Each method runs once unrecorded first. template_kwargs: as for `encode`.
     """
 
@@ -135,7 +137,7 @@ def summarise(records: list[Record]) -> list[Row]:
                     tau=ratio(sum(r.committed for r in mine), sum(r.passes for r in mine)),
                     tokens_per_second=statistics.median(speeds[method]),
                     to_plain=_spread(speeds[method], speeds[PLAIN]),
-                    to_lookup=_spread(speeds[method], speeds[LOOKUP]),
+                    to_lookup=_spread(speeds[method], speeds[LOOKUP]) if LOOKUP in speeds else None,
                     decoding_to_plain=_spread(decoding[method], decoding[PLAIN]),
                     equal=len({r.prompt for r in mine} - {r.prompt for r in mine if not r.equal}),
                     outside=1 - forwards / sum(r.seconds for r in known) if known else None,

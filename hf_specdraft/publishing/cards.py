@@ -215,14 +215,14 @@ def _description(free: bool, folder: Path, config: dict) -> dict[str, Any]:
     headers = Inspection(str(folder))
     read_headers(headers, folder)
     floats = [dtype for dtype in headers.dtypes if "F" in dtype]
-    layers = config.get("target_layer_ids")
+    layers, final = config.get("target_layer_ids"), " and the final state" if config.get("reads_final") else ""
     target, revision = config.get("target_name"), config.get("target_revision")
     return {
         "family": f"`{config['model_type']}`",
         "target": f"`{target}`, revision {revision or UNKNOWN}" if target else ("any" if free else None),
         "parameters": f"{headers.parameters:,}" + (f" ({', '.join(floats)})" if floats else ""),
         "tokens drafted a round": config.get("num_assistant_tokens"),
-        **({"target layers read": layers} if layers else {}),
+        **({"target layers read": f"{layers}{final}"} if layers else {}),
         **({"drafts from": f"{config['draft_vocab_size']:,} tokens"} if config.get("draft_vocab_size") else {}),
     }
 
@@ -241,13 +241,17 @@ def _measured(measured: dict | None) -> str:
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in measured["rows"]:
-        speeds = [
-            f"{middle:.2f}" + (f" ({low:.2f} to {high:.2f})" if low < high else "")
-            for middle, low, high in (row["to_plain"], row["to_lookup"])
-        ]
+        speeds = [_spread(row[key]) for key in ("to_plain", "to_lookup")]
         cells = [f"`{row['method']}`", row["category"], row["prompts"], f"{row['tau']:.2f}", *speeds]
         lines.append(f"| {' | '.join(map(str, cells))} | {row['equal']} of {row['prompts']} |")
     return "\n".join(lines)
+
+
+def _spread(speed: list[float] | None) -> str:
+    if speed is None:
+        return "-"
+    middle, low, high = speed
+    return f"{middle:.2f}" + (f" ({low:.2f} to {high:.2f})" if low < high else "")
 
 
 def _training(made: Provenance, config: dict) -> dict[str, Any]:
