@@ -31,9 +31,9 @@ check: lint test
 bench: $(INSTALLED)
 	mkdir -p build
 	$(BIN)/hf-specdraft bench --target "$$($(BIN)/python scripts/get_model.py)" --prompts $(PROMPTS) \
-		--drafter ngram:tree_nodes=10,policy=fixed --drafter $(DRAFTER):policy=fixed \
+		--drafter ngram:policy=fixed --drafter $(DRAFTER):policy=fixed \
 		--drafter ngram+$(DRAFTER):mode=tree,policy=fixed --drafter ngram+$(DRAFTER) \
-		--pack-cpu --per-category 8 --json build/bench.json --plot build/bench.png
+		--drafter-dtype bfloat16 --pack-cpu --per-category 8 --json build/bench.json --plot build/bench.png
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
