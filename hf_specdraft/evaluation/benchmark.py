@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 from collections.abc import Iterator
@@ -181,10 +182,10 @@ def plot(rows: list[Row], path: str | Path) -> None:
         for index, method in enumerate(methods):
             bars = {r.category: value(r) for r in rows if r.method == method}
             places = [i + (index - (len(methods) - 1) / 2) * width for i in range(len(categories))]
-            panel.bar(places, [bars[c] for c in categories], width, label=method)
+            panel.bar(places, [bars[c] for c in categories], width, label=re.sub(r"[^+:]*/", "", method))
         panel.axhline(1.0, color="black", linewidth=0.8, linestyle=":")
         panel.set_ylabel(label)
-    panels[0].legend()
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
     panels[1].set_xticks(range(len(categories)), categories, rotation=20)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
