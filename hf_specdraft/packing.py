@@ -52,7 +52,7 @@ def pack_linears(model: nn.Module) -> int:
     if elsewhere:
         raise ValueError(f"only a model on the CPU can be packed, but weights are on {', '.join(sorted(elsewhere))}")
     chosen = [layer for layer in layers if _pays(layer.weight)]
-    if any(layer.weight.dtype == torch.bfloat16 for layer in chosen) and not _has_bfloat16():
+    if any(layer.weight.dtype == torch.bfloat16 for layer in chosen) and not has_bfloat16():
         raise ValueError("this CPU has no bfloat16 instructions; load the model with dtype float32 to pack it")
     for layer in chosen:
         layer.__class__ = PackedLinear
@@ -76,7 +76,8 @@ def _pays(weight: Tensor) -> bool:
     return type(weight) is nn.Parameter and weight.dtype in PAYS and weight.numel() >= PAYS[weight.dtype][0]
 
 
-def _has_bfloat16() -> bool:
+def has_bfloat16() -> bool:
+    """Whether this CPU multiplies bfloat16 by instructions of its own."""
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 

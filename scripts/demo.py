@@ -19,7 +19,7 @@ from transformers import TextStreamer
 from transformers.utils import logging
 
 from hf_specdraft import AutoDrafter, CombinedDrafter, NgramConfig, NgramDrafter, evaluation
-from hf_specdraft.packing import pack_linears
+from hf_specdraft.packing import has_bfloat16, pack_linears
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPTS = ROOT / "examples" / "prompts.jsonl"
@@ -33,7 +33,8 @@ def main() -> int:
     console = Console()
     console.print("Getting the model (converted once, then kept) ...")
     target, tokenizer = evaluation.load_target(str(get_model()), "float32")
-    ngram, network = NgramDrafter(NgramConfig()), AutoDrafter.from_pretrained(DRAFTER, dtype="float32")
+    ngram = NgramDrafter(NgramConfig())
+    network = AutoDrafter.from_pretrained(DRAFTER, dtype="bfloat16" if has_bfloat16() else "float32")
     drafters = {"ngram": ngram, "network": network, "both": CombinedDrafter.from_drafters(ngram, network)}
     # Plain decoding gets the packed weights as well.
     packed = sum(pack_linears(model) for model in (target, network))
