@@ -44,7 +44,7 @@ def linear(dtype=torch.float32, bias=True) -> nn.Linear:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.no_grad()
 def test_products_are_equal_but_for_rounding(dtype, bias, products):
-    if dtype == torch.bfloat16 and not packing._has_bfloat16():
+    if dtype == torch.bfloat16 and not packing.has_bfloat16():
         pytest.skip("this CPU has no bfloat16 instructions")
     layer = linear(dtype, bias)
     for shape in ((24,), (1, 24), (2, 24), (1, 7, 24), (3, 5, 24), (0, 24)):
@@ -167,7 +167,7 @@ def test_refusals(monkeypatch):
     quantised.is_quantized = True
     with pytest.raises(ValueError, match="without quantisation"):
         pack_linears(quantised)
-    monkeypatch.setattr(packing, "_has_bfloat16", lambda: False)
+    monkeypatch.setattr(packing, "has_bfloat16", lambda: False)
     with pytest.raises(ValueError, match="no bfloat16 instructions"):
         pack_linears(linear(torch.bfloat16))
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
