@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -346,3 +347,5 @@ def test_provenance_names_versions_and_settings():
     assert about["settings"] == {"max_new_tokens": 7}
     assert about["versions"]["torch"] == torch.__version__
     assert json.dumps(about)
+    in_checkout = (Path(evaluation.__file__).parents[2] / ".git").exists()
+    assert bool(about["commit"]) == in_checkout

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -70,7 +71,8 @@ def config(place, tmp_path) -> Path:
     return file
 
 
-def test_train_writes_a_drafter_with_its_facts(config, place, tmp_path):
+def test_train_writes_a_drafter_with_its_facts(config, place, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["anything", "train", "config.yaml", "recipe=tiny"])
     said = call("train", config, "recipe=tiny")
     out = tmp_path / "out"
     assert said.stdout.splitlines()[-1] == f"4 steps, best tau {best_of(out):.3f}; drafter in {out}"
@@ -80,7 +82,7 @@ def test_train_writes_a_drafter_with_its_facts(config, place, tmp_path):
     assert drafter.config.chat_template_sha256 == Provenance.load(out).chat_template["sha256"] != ""
     facts = Provenance.load(out)
     assert facts.recipe == "tiny" and facts.seconds > 0 and facts.data["splits"]["train"]["rows"] > 0
-    assert facts.command.startswith("hf-specdraft ")
+    assert facts.command == "hf-specdraft train config.yaml recipe=tiny"
     best = json.loads((out / "checkpoint-4" / "trainer_state.json").read_text())["best_global_step"]
     assert facts.steps == best
     assert Provenance.load(out / "checkpoint-2").steps == 2

@@ -223,7 +223,7 @@ def sha256(path: str | Path) -> str:
 
 def _commit() -> str | None:
     """The commit this package runs from, "-dirty" when files differ from it; None outside a checkout."""
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
     command = ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
