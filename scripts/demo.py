@@ -30,7 +30,8 @@ MAX_NEW_TOKENS = 96
 
 def main() -> int:
     logging.disable_progress_bar()
-    console = Console()
+    # A pipe has no width of its own, and 80 columns would break the rows.
+    console = Console(width=None if sys.stdout.isatty() else 120)
     console.print("Getting the model (converted once, then kept) ...")
     target, tokenizer = evaluation.load_target(str(get_model()), "float32")
     ngram = NgramDrafter(NgramConfig())
