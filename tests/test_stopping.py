@@ -65,6 +65,8 @@ def test_rows_that_end_at_different_times_leave_the_pass(target, script, tree):
     expected = target.generate(**inputs, eos_token_id=ends, max_new_tokens=40, do_sample=False)
     lengths = {next(i for i, t in enumerate(row) if t in ends) for row in free}
     assert len(lengths) > 3
+    # The first tree for a target is preceded by passes that probe it.
+    target.generate(**inputs, assistant_model=drafter, max_new_tokens=2, do_sample=False, pad_token_id=0)
     widths = []
     hook = target.model.register_forward_hook(lambda *args: widths.append(args[-1].last_hidden_state.shape[0]))
     try:
