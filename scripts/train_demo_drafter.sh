@@ -5,7 +5,8 @@
 #   scripts/train_demo_drafter.sh gpu PROMPTS OUT             a block drafter from nothing; sized for 8 minutes of an H200
 #
 # PROMPTS: JSON lines with `prompt`. ANSWERS: the target's own, where there are some already; else it writes them first,
-# to prompts of its own making too. Stopped, the same command goes on where it was.
+# to prompts of its own making too. Stopped, the same command goes on where it was. The drafter in model_cards/ is what the
+# first line wrote, loaded and saved in bfloat16; its ANSWERS held none to prompts of the target's own making.
 set -eu
 device=$1 prompts=$2 out=$3 answers=${4:-}
 here=$(dirname "$0")
@@ -33,5 +34,6 @@ gpu)
 esac
 resume=
 [ -z "$(ls -d "$out"/drafter/checkpoint-* 2>/dev/null)" ] || resume=--resume
-hf-specdraft train "$@" target.name="$model" data="$out/data" trainer.output_dir="$out/drafter" $resume
+[ -f "$out/drafter/model.safetensors" ] ||
+    hf-specdraft train "$@" target.name="$model" data="$out/data" trainer.output_dir="$out/drafter" $resume
 hf-specdraft card "$out/drafter" --license apache-2.0
