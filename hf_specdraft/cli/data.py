@@ -128,13 +128,9 @@ def _run(rows: Any, total: int, done: int, what: str, console: Console) -> None:
 
 
 def _argument(item: str) -> tuple[str, Any]:
-    name, equals, value = item.partition("=")
-    if not equals:
+    if "=" not in item:
         raise ValueError(f"--mode {item}: expected name=value")
-    try:
-        return name, json.loads(value)
-    except json.JSONDecodeError:
-        return name, value
+    return evaluation.key_value(item)
 
 
 def _refuse_missing(modules: list[str]) -> None:

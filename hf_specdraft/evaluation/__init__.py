@@ -20,7 +20,7 @@ from .benchmark import (
     summarise,
     write_json,
 )
-from .inputs import Prompt, encode, load_drafter, load_target, read_prompts
+from .inputs import Prompt, encode, key_value, load_drafter, load_target, read_prompts
 from .runs import PassClock, Run, run
 from .verdicts import (
     FAULT,
@@ -52,6 +52,7 @@ __all__ = [
     "check",
     "classify_difference",
     "encode",
+    "key_value",
     "load_drafter",
     "load_target",
     "plot",

@@ -102,9 +102,14 @@ def load_drafter(spec: str, dtype: str = "auto", device: str = "cpu", pack: bool
 
 
 def _option(item: str, spec: str) -> tuple[str, Any]:
-    key, equals, value = item.partition("=")
-    if not equals:
+    if "=" not in item:
         raise ValueError(f"drafter {spec!r}: expected key=value after the colon, got {item!r}")
+    return key_value(item)
+
+
+def key_value(item: str) -> tuple[str, Any]:
+    """Of `key=value` on a command line: the value is JSON, or else the text itself."""
+    key, _, value = item.partition("=")
     try:
         return key, json.loads(value)
     except json.JSONDecodeError:

@@ -140,18 +140,8 @@ class BlockConfig(HeadConfig):
         """
         text = target_config.get_text_config()
         layers = overrides.get("num_hidden_layers", cls.num_hidden_layers)
-        heads = getattr(text, "num_attention_heads", None) or max(1, text.hidden_size // 64)
         values = dict(
-            vocab_size=text.vocab_size,
-            **{name: getattr(text, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
-            hidden_size=text.hidden_size,
-            intermediate_size=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
-            num_attention_heads=heads,
-            num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
-            head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
-            rms_norm_eps=getattr(text, "rms_norm_eps", None) or cls.rms_norm_eps,
-            max_position_embeddings=getattr(text, "max_position_embeddings", None) or cls.max_position_embeddings,
-            rope_parameters=rope_of(text),
+            **network_like(text, cls),
             target_layer_ids=tapped_layers(text.num_hidden_layers, layers),
             num_target_layers=text.num_hidden_layers,
             target_hidden_size=text.hidden_size,
@@ -221,6 +211,24 @@ def mask_token_for(tokenizer: Any, vocab_size: int) -> int:
             "every token of the target's tokenizer may stand in a text; give mask_token_id, one that yours do not hold"
         )
     return max(unused)
+
+
+def network_like(text: PreTrainedConfig, defaults: type[HeadConfig]) -> dict[str, Any]:
+    """Fields of a drafter's network with the widths, heads, angles and special tokens of a target's text config; what
+    that does not say is the drafter config's own default."""
+    heads = getattr(text, "num_attention_heads", None) or max(1, text.hidden_size // 64)
+    return dict(
+        vocab_size=text.vocab_size,
+        **{name: getattr(text, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
+        hidden_size=text.hidden_size,
+        intermediate_size=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+        num_attention_heads=heads,
+        num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        rms_norm_eps=getattr(text, "rms_norm_eps", None) or defaults.rms_norm_eps,
+        max_position_embeddings=getattr(text, "max_position_embeddings", None) or defaults.max_position_embeddings,
+        rope_parameters=rope_of(text),
+    )
 
 
 def rope_of(text: PreTrainedConfig) -> dict:

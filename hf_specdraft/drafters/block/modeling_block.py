@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding, rotate_half
 from transformers.utils import ModelOutput
 
-from ...heads import HeadedDrafter
+from ...heads import HeadConfig, HeadedDrafter
 from .. import register
 from ..base import TargetView
 from . import dialects, exports
@@ -95,6 +95,35 @@ class BlockOutput(ModelOutput):
     logits: Tensor | None = None
 
 
+def refuse_unlike_target(config: HeadConfig, view: TargetView, if_wider: str, instead: str = "") -> None:
+    """Raise ValueError when a target is not of the shape that a drafter with features of named layers was made for.
+
+    if_wider: what helps a drafter that borrows an embedding of another width. instead: what else than reading earlier
+        layers, for one that reads the last.
+    """
+    remedy = f"load the target named in drafter.config.target_name ({config.target_name})"
+    if config.target_hidden_size != view.hidden_size:
+        raise ValueError(
+            f"drafter was built for hidden_size {config.target_hidden_size} but the target has {view.hidden_size}; "
+            f"{remedy}"
+        )
+    if not config.own_embeddings and config.hidden_size != view.hidden_size:
+        raise ValueError(
+            f"drafter of hidden_size {config.hidden_size} borrows the embedding of a target of hidden_size "
+            f"{view.hidden_size}; {if_wider}"
+        )
+    if config.num_target_layers not in (None, view.num_layers):
+        raise ValueError(
+            f"drafter was built for a target of {config.num_target_layers} layers but the target has "
+            f"{view.num_layers}; {remedy}"
+        )
+    if view.num_layers - 1 in config.target_layer_ids:
+        raise ValueError(
+            f"drafter reads layer {view.num_layers - 1}, the target's last, whose output transformers only gives "
+            f"after the final norm, not as it leaves the layer; use a drafter that reads earlier layers{instead}"
+        )
+
+
 @register
 class BlockDrafter(HeadedDrafter):
     """DFlash and its dialects (`dialects.py`) in one internal form."""
@@ -123,33 +152,13 @@ class BlockDrafter(HeadedDrafter):
         return getattr(self, "embed_tokens", None)
 
     def check(self, view: TargetView) -> None:
-        config, name = self.config, self.config.target_name
+        config = self.config
         super().check(view)
-        remedy = f"load the target named in drafter.config.target_name ({name})"
-        if config.target_hidden_size != view.hidden_size:
-            raise ValueError(
-                f"drafter was built for hidden_size {config.target_hidden_size} but the target has {view.hidden_size}; "
-                f"{remedy}"
-            )
-        if not config.own_embeddings and config.hidden_size != view.hidden_size:
-            raise ValueError(
-                f"drafter of hidden_size {config.hidden_size} borrows the embedding of a target of hidden_size "
-                f"{view.hidden_size}; only a drafter with embedding and head of its own may differ in width"
-            )
-        if config.num_target_layers not in (None, view.num_layers):
-            raise ValueError(
-                f"drafter was built for a target of {config.num_target_layers} layers but the target has "
-                f"{view.num_layers}; {remedy}"
-            )
-        if view.num_layers - 1 in config.target_layer_ids:
-            raise ValueError(
-                f"drafter reads layer {view.num_layers - 1}, the target's last, whose output transformers only gives "
-                "after the final norm, not as it leaves the layer; use a drafter that reads earlier layers"
-            )
+        refuse_unlike_target(config, view, "only a drafter with embedding and head of its own may differ in width")
         if not config.own_embeddings and not 0 <= config.mask_token_id < view.vocab_size:
             raise ValueError(
                 f"mask_token_id {config.mask_token_id} has no row in the target's embedding of {view.vocab_size}; "
-                f"{remedy}"
+                f"load the target named in drafter.config.target_name ({config.target_name})"
             )
 
     def start(self, view: TargetView, batch: int) -> BlockSession:

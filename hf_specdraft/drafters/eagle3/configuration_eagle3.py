@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from ...heads import HeadConfig
-from ..block.configuration_block import ROPE_TYPES, rope_of
+from ..block.configuration_block import ROPE_TYPES, network_like
 
 
 class Eagle3Config(HeadConfig):
@@ -115,21 +115,9 @@ class Eagle3Config(HeadConfig):
         tokenizer: not needed here. overrides: fields of the config. Raises ValueError for what the config refuses.
         """
         text = target_config.get_text_config()
-        heads = getattr(text, "num_attention_heads", None) or max(1, text.hidden_size // 64)
         layers = text.num_hidden_layers
         values = dict(
-            vocab_size=text.vocab_size,
-            bos_token_id=text.bos_token_id,
-            eos_token_id=text.eos_token_id,
-            pad_token_id=text.pad_token_id,
-            hidden_size=text.hidden_size,
-            intermediate_size=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
-            num_attention_heads=heads,
-            num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
-            head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
-            rms_norm_eps=getattr(text, "rms_norm_eps", None) or cls.rms_norm_eps,
-            max_position_embeddings=getattr(text, "max_position_embeddings", None) or cls.max_position_embeddings,
-            rope_parameters=rope_of(text),
+            **network_like(text, cls),
             target_layer_ids=sorted({min(1, layers - 2), layers // 2 - 1, max(layers - 4, -1)}),
             reads_final=True,
             num_target_layers=layers,

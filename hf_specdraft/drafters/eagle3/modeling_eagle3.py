@@ -15,7 +15,7 @@ from transformers.utils import ModelOutput
 from ...heads import HeadedDrafter
 from .. import register
 from ..base import TargetView
-from ..block.modeling_block import BlockRotaryEmbedding, rotate
+from ..block.modeling_block import BlockRotaryEmbedding, refuse_unlike_target, rotate
 from . import dialects, exports
 from .configuration_eagle3 import Eagle3Config, tapped_layers
 from .session_eagle3 import Eagle3Session
@@ -133,28 +133,13 @@ class Eagle3Drafter(HeadedDrafter):
             config.target_layer_ids, config.num_target_layers = tapped_layers(view.num_layers), view.num_layers
             self.feature_layers = config.feature_layers
         super().check(view)
-        remedy = f"load the target named in drafter.config.target_name ({config.target_name})"
-        if config.target_hidden_size != view.hidden_size:
-            raise ValueError(
-                f"drafter was built for hidden_size {config.target_hidden_size} but the target has {view.hidden_size}; "
-                f"{remedy}"
-            )
-        if not config.own_embeddings and config.hidden_size != view.hidden_size:
-            raise ValueError(
-                f"drafter of hidden_size {config.hidden_size} borrows the embedding of a target of hidden_size "
-                f"{view.hidden_size}; {remedy}, or give the drafter its own (own_embeddings=True)"
-            )
-        if config.num_target_layers not in (None, view.num_layers):
-            raise ValueError(
-                f"drafter was built for a target of {config.num_target_layers} layers but the target has "
-                f"{view.num_layers}; {remedy}"
-            )
-        if view.num_layers - 1 in config.target_layer_ids:
-            raise ValueError(
-                f"drafter reads layer {view.num_layers - 1}, the target's last, whose output transformers only gives "
-                "after the final norm, not as it leaves the layer; use a drafter that reads earlier layers, or train "
-                "one with reads_final"
-            )
+        own = "or give the drafter its own (own_embeddings=True)"
+        refuse_unlike_target(
+            config,
+            view,
+            f"load the target named in drafter.config.target_name ({config.target_name}), {own}",
+            ", or train one with reads_final",
+        )
 
     def start(self, view: TargetView, batch: int) -> Eagle3Session:
         return Eagle3Session(self, view, batch)
