@@ -30,6 +30,8 @@ class BlockConfig(HeadConfig):
         anchor + k with slot 0 unused (B - 1 drafts; z-lab).
     mask_token_id: fills the block's open slots.
     target_layer_ids: zero-based target layers whose OUTPUT is read, in order; -1 is the embedding output.
+    reads_final: read the state that the target's head reads (after the final norm) as well, behind the others. No
+        published DFlash does; it tells most of the next token. Needs num_target_layers.
     target_hidden_size: the target's hidden size, None when it equals `hidden_size`.
     num_target_layers: depth of the target the drafter was made for, None when the checkpoint does not say.
     own_embeddings: whether the checkpoint holds them; otherwise the target's are used.
@@ -62,6 +64,7 @@ class BlockConfig(HeadConfig):
     anchor_drafts: bool = False
     mask_token_id: int = 0
     target_layer_ids: list[int] | tuple[int, ...] = (1, 9, 17, 25, 33)
+    reads_final: bool = False
     target_hidden_size: int | None = None
     num_target_layers: int | None = None
     own_embeddings: bool = False
@@ -89,7 +92,14 @@ class BlockConfig(HeadConfig):
             self.num_assistant_tokens <= self.num_drafts,
             f"num_assistant_tokens {self.num_assistant_tokens} is more than the {self.num_drafts} a block drafts",
         )
-        _require(bool(self.target_layer_ids), "target_layer_ids is empty: the drafter would read nothing of the target")
+        _require(
+            bool(self.target_layer_ids) or self.reads_final,
+            "target_layer_ids is empty: the drafter would read nothing of the target",
+        )
+        _require(
+            not self.reads_final or self.num_target_layers is not None,
+            "reads_final needs num_target_layers, to know which state is the target's last",
+        )
         _require(
             len(self.layer_types) == self.num_hidden_layers
             and set(self.layer_types) <= {"full_attention", "sliding_attention"},
@@ -114,6 +124,11 @@ class BlockConfig(HeadConfig):
             f"rope_type {self.rope_parameters['rope_type']!r} is not supported ({', '.join(ROPE_TYPES)} are): its "
             "angles depend on the length, and the context's keys are cached",
         )
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """The layers read, in the order of `fc`'s columns."""
+        return (*self.target_layer_ids, *([self.num_target_layers - 1] if self.reads_final else []))
 
     @property
     def num_drafts(self) -> int:

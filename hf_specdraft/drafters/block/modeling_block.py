@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,6 +13,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwe
 from transformers.utils import ModelOutput
 
 from ...heads import HeadConfig, HeadedDrafter
+from ...training.records import TrainingBatch
 from .. import register
 from ..base import TargetView
 from . import dialects, exports
@@ -137,10 +138,10 @@ class BlockDrafter(HeadedDrafter):
 
     def __init__(self, config: BlockConfig):
         super().__init__(config)
-        self.feature_layers = tuple(config.target_layer_ids)
+        self.feature_layers = config.feature_layers
         if config.own_embeddings:
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.fc = nn.Linear(len(config.target_layer_ids) * config.target_hidden_size, config.hidden_size, bias=False)
+        self.fc = nn.Linear(len(self.feature_layers) * config.target_hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(BlockLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -154,7 +155,12 @@ class BlockDrafter(HeadedDrafter):
     def check(self, view: TargetView) -> None:
         config = self.config
         super().check(view)
-        refuse_unlike_target(config, view, "only a drafter with embedding and head of its own may differ in width")
+        refuse_unlike_target(
+            config,
+            view,
+            "only a drafter with embedding and head of its own may differ in width",
+            ", or train one with reads_final",
+        )
         if not config.own_embeddings and not 0 <= config.mask_token_id < view.vocab_size:
             raise ValueError(
                 f"mask_token_id {config.mask_token_id} has no row in the target's embedding of {view.vocab_size}; "
@@ -170,6 +176,22 @@ class BlockDrafter(HeadedDrafter):
             return view.embed(ids, skip_norm=self.config.skip_embed_norm).to(self.device, self.dtype)
         # The target's vocabulary may be padded further: an id without a row is as good as unknown.
         return self.embed_tokens(ids.where(ids < self.config.vocab_size, self.config.mask_token_id))
+
+    @torch.no_grad()
+    def start_from(self, view: TargetView, batches: Iterable[TrainingBatch]) -> None:
+        """Give the final norm the size that the head is used to, channel by channel: from noise of another size, the
+        first hundreds of steps only undo a cross entropy of tens of nats.
+
+        batches: with last_hidden. Raises ValueError for another width than the target's, and for texts without
+        supervised tokens.
+        """
+        if self.config.hidden_size != view.hidden_size:
+            raise ValueError("only a drafter as wide as its target can start from the target's states")
+        states = [batch.last_hidden[batch.loss_mask].float() for batch in batches]
+        energy, count = sum(x.square().sum(0) for x in states), sum(map(len, states))
+        if not count:
+            raise ValueError("the texts to start from hold no supervised tokens")
+        self.norm.weight.copy_((energy / count).sqrt().clamp(min=1e-6))
 
     # Itself, not a wrapper: a training config's options are checked against its signature.
     unroll = unroll_block
