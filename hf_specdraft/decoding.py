@@ -13,10 +13,10 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from . import trees
+from . import policies, trees
 from .draft import Commit, Context, Draft, Verdict
 from .drafters.base import Drafter, Session, TargetView
-from .policies import FixedLength, PaysOff, Settings, costs_of, nominal_costs
+from .policies import FixedLength, PaysOff, Policy, Settings, Situation, costs_of, nominal_costs
 from .recording import Recorder
 from .rows import Rows
 from .sampling import Scorer
@@ -169,7 +169,7 @@ class _Call:
         columns = self.target.rows.room()
         if columns is not None:
             room = [max(0, min(r, columns - 1)) for r in room]
-        lengths = [min(w, r) for w, r in zip(self.policy.before(rows), room)]
+        lengths = [min(w, r) for w, r in zip(self.policy.before(rows, self.session.outlook), room)]
         if not any(lengths):
             self.stats.paused_rounds += any(room)
             return Draft.empty(len(rows), self.device), [0] * len(rows)
@@ -201,6 +201,7 @@ class _Call:
             do_sample=self.scorer.do_sample,
             warp=self.scorer.warp,
             confidence_threshold=self.settings.confidence_threshold,
+            more=self.policy.more,
             free_only=self.policy.free_only,
         )
 
@@ -244,7 +245,7 @@ class _Call:
         self.rows.check_clock()
         self.rows.stream()
 
-    def _policy(self, synced: bool) -> FixedLength | PaysOff:
+    def _policy(self, synced: bool) -> Policy:
         """Ranks in step must make the same passes, so each keeps on drafting whatever its own clock says."""
         drafter = self.drafter
         constant = self.settings.schedule == "constant"
@@ -253,7 +254,12 @@ class _Call:
             return inner
         nodes = drafter.config.tree_nodes if self.target.trees else 0
         depth = inner.lengths[0]
-        if self.scorer.do_sample and getattr(drafter.config, "draft_sampling", False):
+        sampled = self.scorer.do_sample and getattr(drafter.config, "draft_sampling", False)
+        if drafter.config.policy != "auto":
+            columns = self.context_columns
+            situation = Situation(self.model, drafter, self.rows.batch, columns, inner, nodes, sampled)
+            return policies.make(drafter.config.policy, situation)
+        if sampled:
             costs = nominal_costs(self.model, drafter, depth, nodes)
         else:
             costs = costs_of(self.model, drafter, self.rows.batch, self.context_columns, depth, nodes)

@@ -10,6 +10,7 @@ waiting for a device; tokens and laws live where the drafter made them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -69,8 +70,9 @@ class Draft:
         valid.
     law: the drawn rows' law, or None when every row is a point draft.
     confidence: [B, N] float, the drafter's own estimate that the node is accepted, optional.
-    confidence_kind: "pre" when it was known before the token was drawn, "own" when it looked at the token. Cutting by
-        an "own" confidence makes the row a point row (verification.md, non-anticipation).
+    confidence_kind: what a node's confidence had seen. "prior": no token of this draft. "pre": the tokens before its
+        own; a cut may stop at a node that is low, but not look past it at later ones. "own": its own token too. Any
+        other use of it in a cut makes drawn rows point rows (`trees.prune`; Leviathan's law asks for non-anticipation).
     evidence: the Block the draft was made from, for correctors and editors.
     free: made without the network, by a drafter that has one: its cost says nothing about others.
     """
@@ -126,12 +128,14 @@ class Block:
     ids: [K] target ids of the last dimension, None when they are the target's own.
     hidden: [B, S, H] the states the logits were made from.
     anchor: [B] the token the block continues.
+    memory: what the corrector has kept of the context (`correctors.Memory`), None when it keeps nothing.
     """
 
     logits: Tensor
     ids: Tensor | None
     hidden: Tensor
     anchor: Tensor
+    memory: Any = None
 
 
 @dataclass
@@ -177,6 +181,23 @@ class Commit:
 
 
 @dataclass
+class Partial:
+    """A draft that could go on, at the latest of its tokens: what `Policy.more` decides by.
+
+    step: tokens drafted so far in each row that goes on. tokens: [B] the latest. logits: [B, K] it was taken from,
+    unwarped. hidden: [B, H] what those logits were made from, None where the drafter does not tell.
+    fed: [B, H] the network's state after the token before the latest one, which tells how good that one was
+        (SpecDec++); None likewise.
+    """
+
+    step: int
+    tokens: Tensor
+    logits: Tensor
+    hidden: Tensor | None = None
+    fed: Tensor | None = None
+
+
+@dataclass
 class Context:
     """What a session may see when it proposes.
 
@@ -199,5 +220,7 @@ class Context:
     warp: Any = field(default=lambda scores: scores)
     # Stop drafting after a token drafted with less confidence than this (assistant_confidence_threshold), when given.
     confidence_threshold: float | None = None
+    # `Policy.more`: asked after each token of a draft that could go on; which rows draft on.
+    more: Callable[[Partial], list[bool]] = field(default=lambda partial: [True] * len(partial.tokens))
     # The network does not pay at present: only what is drafted without it is wanted.
     free_only: bool = False

@@ -25,6 +25,7 @@ from transformers import initialization
 
 from .draft import Context, Law
 from .drafters.base import Drafter, DrafterConfig, TargetView
+from .parts import Part
 from .verification import sample
 
 
@@ -87,6 +88,8 @@ class HeadedDrafter(Drafter):
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
+        if isinstance(module, Part):
+            module.init_weights()
         head = getattr(self, "lm_head", None)
         if isinstance(head, LowRankHead) and module in (head.down, head.up):
             initialization.normal_(module.weight, std=module.in_features**-0.5)  # unit variance stays unit variance
@@ -131,15 +134,18 @@ class HeadedDrafter(Drafter):
             return F.pad(values, (0, view.vocab_size - values.shape[-1]), value=fill)
         return values.new_full((*values.shape[:-1], view.vocab_size), fill).index_copy_(-1, self.draft_ids, values)
 
-    def draw(self, view: TargetView, logits: Tensor, context: Context) -> tuple[Tensor, Law]:
-        """Target tokens [B, N] drawn from each node's logits [B, N, K] under the request's warpers, and their law."""
+    def warped(self, view: TargetView, logits: Tensor, context: Context) -> Tensor:
+        """[..., K] logits -> float32 scores of the drafter's vocabulary under the request's warpers."""
         # Warpers are written for the target's vocabulary; a reduced or padded one takes part with -inf elsewhere.
         scores = context.warp(self.spread(view, logits))
         scores = scores[..., : logits.shape[-1]] if self.draft_ids is None else scores[..., self.draft_ids]
         # Warpers that leave nothing of this vocabulary: any law that is told exactly will do.
-        scores = torch.where(scores.amax(-1, keepdim=True) == -math.inf, logits, scores)
+        return torch.where(scores.amax(-1, keepdim=True) == -math.inf, logits, scores).float()
+
+    def draw(self, view: TargetView, logits: Tensor, context: Context) -> tuple[Tensor, Law]:
+        """Target tokens [B, N] drawn from each node's logits [B, N, K] under the request's warpers, and their law."""
         # The law is the softmax over the rows there are: gathered from a softmax over V it would not sum to 1.
-        probs = scores.softmax(-1, dtype=torch.float32)
+        probs = self.warped(view, logits, context).softmax(-1)
         drawn = sample(probs, torch.rand(probs.shape[:-1], device=probs.device))  # token 0 of a network that says NaN
         ids = None if self.draft_ids is None else self.draft_ids.expand_as(probs)
         return self.target_ids(drawn), Law(probs, ids, torch.ones(len(probs), dtype=torch.bool))

@@ -173,7 +173,7 @@ def merge(*drafts: Draft, agreed: Callable[[float, float], float] = lambda first
     if rated:
         kinds = {draft.confidence_kind for draft in drafts}
         merged.confidence = _ragged([list(known.values()) for known in nodes], 0.0, torch.float32).to(device)
-        merged.confidence_kind = "pre" if kinds == {"pre"} else "own"
+        merged.confidence_kind = kinds.pop() if len(kinds) == 1 else "own"
     merged.is_chain = is_chain(parents, valid)
     return merged
 

@@ -198,7 +198,7 @@ def test_an_assistant_with_other_ids_is_right_and_its_costs_are_kept():
         assert torch.equal(out.sequences, plain)
         assert out.speculation.acceptance > 0.9
     between = drafter.between(ours, theirs)
-    assert any(between in costs for costs in policies._measured.values())
+    assert any(between in costs for costs in policies.costs._measured.values())
 
 
 def test_what_stands_between_tokenizers_keeps_nobody_alive():

@@ -264,7 +264,7 @@ def test_sampling_draws_from_the_law_it_tells(reduced, view):
     anchors, positions = [1] * copies + [2] * copies, [8] * copies + [5] * copies
     draft = session.propose(context(anchors, positions, do_sample=True, warp=warp))
     law, logits = draft.law, draft.evidence.logits
-    assert law.rows.all() and draft.confidence_kind == "pre"
+    assert law.rows.all() and draft.confidence_kind == "prior"
     torch.testing.assert_close(law.probs.sum(-1), torch.ones(2 * copies, 3))
     ids = drafter.draft_ids if reduced else torch.arange(64)
     dense = torch.full((2 * copies, 3, 64), -torch.inf).index_copy(-1, ids, logits)

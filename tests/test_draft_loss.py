@@ -61,7 +61,7 @@ class TableDrafter(Drafter):
         losses = {"own": own_loss * self.table.weight.square().mean()} if own_loss else {}
         # What does not count may be anything.
         labels, rows = ids[columns].where(mask, -100), (columns - 1).where(mask, -1)
-        return Unrolled(self.states(ids[anchors]), labels, rows, mask, anchors, losses)
+        return Unrolled(self.states(ids[anchors]), labels, rows, mask, anchors, losses=losses)
 
     def start(self, view, batch):
         return TableSession(self, view)

@@ -207,7 +207,7 @@ def test_drafts_that_must_not_be_cut():
         (decided(dear), rated([0.1, 0.1], **drawn)),  # its law would be lost
     ):
         assert policy.cut(draft, [True]) is draft
-    before_drawing = decided(dear).cut(rated([0.1, 0.1], law=law, confidence_kind="pre"), [True])
+    before_drawing = decided(dear).cut(rated([0.1, 0.1], law=law, confidence_kind="prior"), [True])
     assert before_drawing.shape == (1, 0)
 
 
@@ -336,7 +336,7 @@ def test_measuring_leaves_no_trace(name, batch, tree, static):
     for _ in range(2):
         out = target.generate(**inputs, assistant_model=drafter, return_dict_in_generate=True, **settings)
         assert torch.equal(out.sequences, plain)
-        (measured,) = policies._measured[target][drafter].values()
+        (measured,) = policies.costs._measured[target][drafter].values()
         assert measured.known and measured.plain > 0 and measured.draft > 0
         seen.append((dict(measured.passes), measured.draft))
     assert seen[0] == seen[1]
@@ -409,7 +409,7 @@ class Pausing(FixedLength):
         super().__init__(*args)
         self.done = 1
 
-    def before(self, rows):
+    def before(self, rows, outlook=None):
         return [0] * len(rows) if self.first <= self.done < self.last else super().before(rows)
 
     def observe(self, rows, offered, committed):
@@ -547,7 +547,7 @@ def test_adversary_costs_little_real_time(share):
     drafter.config.policy = "auto"
     ratios = []
     for _ in range(3):
-        policies._measured.pop(target, None)
+        policies.costs._measured.pop(target, None)
         plain, mine = Stopwatch(), Stopwatch()
         target.generate(ids, streamer=plain, **settings)
         drafter.seconds = share * plain.late / (200 - 32)

@@ -212,7 +212,7 @@ def drawn_tree(replacement: bool) -> Draft:
     tokens = torch.arange(12).view(2, 6)
     probs = torch.arange(12.0).view(2, 6, 1).expand(2, 6, 3)
     law = Law(probs, probs.long() + 100, torch.tensor([True, True]), replacement)
-    return Draft(tokens, parents, valid, law=law, confidence=tokens / 12, confidence_kind="pre")
+    return Draft(tokens, parents, valid, law=law, confidence=tokens / 12, confidence_kind="prior")
 
 
 def test_prune_drops_descendants_and_reindexes_everything():

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
+from .. import policies
 from ..draft import Commit, Context, Draft
+from ..parts import Scored
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel as Target
@@ -102,7 +104,8 @@ class DrafterConfig(PreTrainedConfig):
     vocab_size: the TARGET's vocabulary; a reduced draft vocabulary has its own field.
     num_assistant_tokens: how deep a draft goes when the caller does not say.
     tree_nodes: nodes verified per round when the target accepts trees; 0 drafts chains.
-    policy: "auto" switches drafting off while it does not pay, "fixed" always drafts.
+    policy: "auto" switches drafting off while it does not pay, "fixed" always drafts; or one of `policies` by name, or
+        {"name": ..., and its options}.
     target_name: the target the drafter was made for, for messages and its card; target_revision: its commit.
     chat_template_sha256: checksum of the chat template it was trained on (`publishing.template_sha256`), None when not
         known, "" when it was trained on text without one; chat_template_kwargs: what the template was rendered with,
@@ -120,7 +123,7 @@ class DrafterConfig(PreTrainedConfig):
     pad_token_id: int | None = None
     num_assistant_tokens: int = 8
     tree_nodes: int = 0
-    policy: str = "auto"
+    policy: str | dict = "auto"
     target_name: str | None = None
     target_revision: str | None = None
     chat_template_sha256: str | None = None
@@ -140,8 +143,7 @@ class DrafterConfig(PreTrainedConfig):
             raise ValueError(f"num_assistant_tokens must be at least 1, got {self.num_assistant_tokens}")
         if self.tree_nodes < 0:
             raise ValueError(f"tree_nodes must not be negative, got {self.tree_nodes}; 0 drafts chains")
-        if self.policy not in ("auto", "fixed"):
-            raise ValueError(f"policy must be 'auto' or 'fixed', got {self.policy!r}")
+        policies.check(self.policy)
         if self.verification not in ("block", "token"):
             raise ValueError(f"verification must be 'block' or 'token', got {self.verification!r}")
 
@@ -323,6 +325,10 @@ class Drafter(PreTrainedModel):
         """[..., H] of `Unrolled.hidden` -> [..., K] logits, K the drafter's vocabulary (see `draft_token_ids`)."""
         raise ValueError(f"{type(self).__name__} has nothing to train")
 
+    def score(self, view: TargetView, unrolled: Unrolled) -> Scored:
+        """What the slots of some anchors say: `logits`, and what the drafter's parts make of them."""
+        return Scored(self.logits(view, unrolled.hidden))
+
     @property
     def draft_token_ids(self) -> Tensor | None:
         """[K] ascending target ids of a reduced draft vocabulary, None when the drafter speaks the target's whole."""
@@ -339,6 +345,11 @@ class Session:
         caching: the loop may drop a draft unverified, or not ask for many rounds.
         """
         raise NotImplementedError
+
+    def outlook(self) -> Tensor | None:
+        """[B, G] chances that the first 1, 2, ... tokens of the draft to be made now are all accepted, as far as a part
+        of the drafter can tell before drafting; None without such a part."""
+        return None
 
     def observe(self, commit: Commit) -> None:
         """Hear what was committed. Called after every target pass, whether or not a draft was made."""

@@ -6,6 +6,7 @@ B rows, L columns, A anchors, S slots (the tokens one draft has), H the drafter'
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,6 +48,11 @@ class Unrolled:
     mask: [A, S] bool, slots that count: a prefix of each anchor's slots, ending where the text or the target's own
         words end.
     anchors: [A] index into the flattened [B * L] columns of each anchor, the last token its draft may read.
+    previous: [A, S] the text's token before each slot: the anchor, then the labels. For correctors.
+    context: what else parts read of the batch, whole whatever the anchors.
+    weight: [A] times the loss's weights of the slots, None for 1.
+    drafts: [A] bool, the anchors that metrics are about, None for all: those that are drafted as in decoding. A family
+        that trains an anchor several ways has it several times.
     losses: further scalar losses of the drafter's own parts, by name, already weighted.
     """
 
@@ -55,4 +61,14 @@ class Unrolled:
     rows: Tensor
     mask: Tensor
     anchors: Tensor
+    previous: Tensor | None = None
+    context: Any = None
+    weight: Tensor | None = None
+    drafts: Tensor | None = None
     losses: dict[str, Tensor] = field(default_factory=dict)
+
+    def at(self, part: slice) -> Unrolled:
+        """Some of the anchors."""
+        names = ("hidden", "labels", "rows", "mask", "anchors", "previous", "weight", "drafts")
+        given = {name: getattr(self, name) for name in names}
+        return replace(self, **{name: value if value is None else value[part] for name, value in given.items()})

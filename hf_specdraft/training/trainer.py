@@ -132,6 +132,7 @@ class DraftTrainer(Trainer):
         """The micro-batch's numerator; `training_step` divides by the denominator of the whole batch."""
         batch = self.features(*self._batch(inputs))
         steps_inside = self.is_deepspeed_enabled
+        self.loss.progress = self.state.global_step / max(1, self.state.max_steps)
         out = self._measure(model, batch, self.args.unroll, denominator=None if steps_inside else 1)
         sums = _sums(out)
         _add(self._step, sums)

@@ -39,6 +39,7 @@ class BlockConfig(HeadConfig):
     layer_types: "full_attention" or "sliding_attention" per layer.
     sliding_rule: what the window of sliding layers hides, a key of SLIDING_RULES.
     sliding_causal: whether sliding layers are causal inside the block.
+    corrector: {"name": ..., and its options}: makes the slots' tokens fit each other (`correctors`), None for none.
     draft_sampling: when the request samples, draw the draft from the warped marginals (and verify by its exact law)
         instead of taking the argmax.
     """
@@ -73,6 +74,8 @@ class BlockConfig(HeadConfig):
     sliding_window: int | None = None
     sliding_rule: str = "distance"
     sliding_causal: bool = False
+
+    corrector: dict | None = None
 
     # None: as many as the block gives.
     num_assistant_tokens: int | None = None

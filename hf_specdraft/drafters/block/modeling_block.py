@@ -12,8 +12,10 @@ from torch.nn import functional as F
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding, rotate_half
 from transformers.utils import ModelOutput
 
+from ... import correctors
 from ...heads import HeadConfig, HeadedDrafter
-from ...training.records import TrainingBatch
+from ...parts import Scored
+from ...training.records import TrainingBatch, Unrolled
 from .. import register
 from ..base import TargetView
 from . import dialects, exports
@@ -90,10 +92,12 @@ class BlockLayer(nn.Module):
 
 @dataclass
 class BlockOutput(ModelOutput):
-    """last_hidden_state: [B, S, H] after the final norm. logits: [B, S, K] of an own head, else None."""
+    """last_hidden_state: [B, S, H] after the final norm. logits: [B, S, K] of an own head, else None.
+    context: [B, C, H] the new context as the layers read it, None when there was none."""
 
     last_hidden_state: Tensor | None = None
     logits: Tensor | None = None
+    context: Tensor | None = None
 
 
 def refuse_unlike_target(config: HeadConfig, view: TargetView, if_wider: str, instead: str = "") -> None:
@@ -147,6 +151,7 @@ class BlockDrafter(HeadedDrafter):
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = BlockRotaryEmbedding(config)
         self.add_head()
+        self.corrector = None if config.corrector is None else correctors.build(config, config.corrector)
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module | None:
@@ -192,6 +197,10 @@ class BlockDrafter(HeadedDrafter):
         if not count:
             raise ValueError("the texts to start from hold no supervised tokens")
         self.norm.weight.copy_((energy / count).sqrt().clamp(min=1e-6))
+
+    def score(self, view: TargetView, unrolled: Unrolled) -> Scored:
+        base = self.logits(view, unrolled.hidden)
+        return Scored(base) if self.corrector is None else self.corrector.teach(self, view, unrolled, base)
 
     # Itself, not a wrapper: a training config's options are checked against its signature.
     unroll = unroll_block
@@ -267,4 +276,4 @@ class BlockDrafter(HeadedDrafter):
             mask = attention_mask[self.config.layer_types[index]]
             x = layer(x, rope, mask, partial(known, index), context, context_rope)
         hidden = self.norm(x[:, slots])
-        return BlockOutput(hidden, self.lm_head(hidden) if head and self.config.own_head else None)
+        return BlockOutput(hidden, self.lm_head(hidden) if head and self.config.own_head else None, context)

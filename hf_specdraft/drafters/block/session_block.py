@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ... import walkers
 from ...draft import Block, Commit, Context, Draft, Features
 from ...trees import from_marginals
 from ...verification import argmax
@@ -95,6 +96,7 @@ class BlockSession(Session):
         self.drafter = drafter
         self.view = view
         self.cache = ContextCache(batch)
+        self.memory = None if drafter.corrector is None else drafter.corrector.memory(batch)
         self.pending: list[Features] = []
         self.heard = [0] * batch  # per row, the position after the last one heard of
 
@@ -118,6 +120,8 @@ class BlockSession(Session):
 
     def keep(self, rows: list[int]) -> None:
         self.cache.keep(rows)
+        if self.memory is not None:
+            self.memory.keep(rows)
         self.heard = [self.heard[row] for row in rows]
         self.pending = [
             Features(piece.hidden[rows], [piece.counts[row] for row in rows], [piece.start[row] for row in rows])
@@ -132,13 +136,19 @@ class BlockSession(Session):
         if depth < 1:
             return Draft.empty(len(context.lengths), self.drafter.device)
         lengths = [min(length, depth) for length in context.lengths]
-        logits, hidden = self._block(context, slice(config.first_slot, config.first_slot + depth))
-        evidence = Block(logits, self.drafter.draft_ids, hidden, context.anchor)
+        block = self.block_pass(context, slice(config.first_slot, config.first_slot + depth))
+        if self.drafter.corrector is not None:
+            return walkers.chain(self.drafter, self.view, self.drafter.corrector, block, context, lengths)
+        return self._marginal(block, context, lengths)
+
+    def _marginal(self, block: Block, context: Context, lengths: list[int]) -> Draft:
+        """A draft of what each slot says by itself."""
+        config, logits = self.drafter.config, block.logits
         if context.tree and config.tree_nodes > 0:
             log_probs = logits.log_softmax(-1, dtype=torch.float32)
             tokens, parents, valid, score = from_marginals(log_probs, context.nodes, lengths)
             confidence = score.exp().to(tokens.device, torch.float32)
-            return Draft(self.drafter.target_ids(tokens), parents, valid, confidence=confidence, evidence=evidence)
+            return Draft(self.drafter.target_ids(tokens), parents, valid, confidence=confidence, evidence=block)
         # The chance that the slots up to this one all hold: their largest marginals, known before any token is drawn.
         confidence = (logits.amax(-1) - logits.logsumexp(-1)).float().cumsum(-1).exp().nan_to_num(0)
         law = None
@@ -146,13 +156,19 @@ class BlockSession(Session):
             tokens, law = self.drafter.draw(self.view, logits, context)
         else:
             tokens = self.drafter.target_ids(argmax(logits))
-        return Draft.chain(tokens, lengths, law=law, confidence=confidence, confidence_kind="pre", evidence=evidence)
+        return Draft.chain(tokens, lengths, law=law, confidence=confidence, confidence_kind="prior", evidence=block)
 
-    def _block(self, context: Context, slots: slice) -> tuple[Tensor, Tensor]:
-        """logits [B, S, K] and hidden [B, S, H] of some slots, from one pass over the whole block as trained."""
+    def block_pass(self, context: Context, slots: slice, ids: Tensor | None = None) -> Block:
+        """Some slots of one pass over the whole block as trained.
+
+        ids: [B, block_size] what the block holds, by default the anchor and masks. The context is read in at the first
+        pass of a round; further ones find it there.
+        """
         drafter, config = self.drafter, self.drafter.config
-        ids = torch.full((len(context.lengths), config.block_size), config.mask_token_id, device=drafter.device)
-        ids[:, 0] = context.anchor
+        if ids is None:
+            ids = torch.full((len(context.lengths), config.block_size), config.mask_token_id, device=drafter.device)
+            ids[:, 0] = context.anchor
+        pending = self._take_pending()
         start = torch.tensor(context.position, device=drafter.device)
         out = drafter(
             inputs_embeds=drafter.embed(ids, self.view),
@@ -160,9 +176,12 @@ class BlockSession(Session):
             cache=self.cache,
             slots=slots,
             head=False,
-            **self._take_pending(),
+            **pending,
         )
-        return drafter.logits(self.view, out.last_hidden_state), out.last_hidden_state
+        if self.memory is not None and out.context is not None:
+            self.memory.observe(out.context, pending["feature_positions"], pending["counts"])
+        logits = drafter.logits(self.view, out.last_hidden_state)
+        return Block(logits, drafter.draft_ids, out.last_hidden_state, context.anchor.to(drafter.device), self.memory)
 
     def _take_pending(self) -> dict:
         """The waiting features as one left-justified piece (arguments of `forward`), which are then known."""

@@ -72,7 +72,9 @@ def unroll_block(
     hidden = hidden.unflatten(1, (-1, config.block_size))[blocks.real, drafting]
     rows = torch.arange(len(ids), device=device)[:, None]
     starts = (rows * batch.input_ids.shape[1] + blocks.columns)[blocks.real]
-    return Unrolled(hidden, *following(batch, starts, config.num_drafts), anchors=starts)
+    labels, before, mask = following(batch, starts, config.num_drafts)
+    previous = torch.cat((batch.input_ids.flatten()[starts, None], labels[:, :-1]), dim=1)
+    return Unrolled(hidden, labels, before, mask, anchors=starts, previous=previous)
 
 
 @dataclass

@@ -1,0 +1,40 @@
+"""Parts that make the tokens of a parallel draft fit each other. A module in here is found by looking.
+
+| name | what it adds | source |
+| --- | --- | --- |
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from functools import cache
+
+from .base import Corrector, Memory, Scores, State
+
+__all__ = ["Corrector", "Memory", "Scores", "State", "build", "known"]
+
+
+@cache
+def known() -> dict[str, type[Corrector]]:
+    """Every corrector by name: that of the class attribute `name`."""
+    found = {}
+    for module in pkgutil.iter_modules(__path__):
+        for _, member in inspect.getmembers(importlib.import_module(f"{__name__}.{module.name}"), inspect.isclass):
+            if issubclass(member, Corrector) and member.__dict__.get("name"):
+                found[member.name] = member
+    return found
+
+
+def build(config, options: dict) -> Corrector:
+    """The corrector that `options` describe: {"name": ..., and its own}. Raises ValueError for unknown ones."""
+    options = dict(options)
+    name = options.pop("name", None)
+    if name not in known():
+        raise ValueError(f"corrector.name must be one of {', '.join(sorted(known()))}, got {name!r}")
+    accepted = list(inspect.signature(known()[name].__init__).parameters)[2:]
+    unknown = sorted(set(options) - set(accepted))
+    if unknown:
+        raise ValueError(f"corrector {name} has no option {', '.join(unknown)}; it has {', '.join(accepted) or 'none'}")
+    return known()[name](config, **options)

@@ -1,0 +1,46 @@
+"""Parts of a drafter: modules with weights, options and training terms of their own, named by a field of its config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+# The training terms that parts give, by name: whether they read the target's law.
+PART_TERMS: dict[str, bool] = {}
+# (teacher logits [a, S, K] or None, labels [a, S], mask [a, S]) -> the term's value at each slot [a, S]
+Term = Callable[[Tensor | None, Tensor, Tensor], Tensor]
+
+
+class Part(nn.Module):
+    """A part. Its options are the keyword arguments of its `__init__` behind the drafter's config.
+
+    terms: the training terms it gives (`Scored.terms`), by name, and whether each reads the target's law.
+    """
+
+    terms: dict[str, bool] = {}
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        PART_TERMS.update(cls.__dict__.get("terms", {}))
+
+    def init_weights(self) -> None:
+        """Set the weights that do not start as their modules do; by `transformers.initialization` alone, which leaves
+        those that were loaded as they are. Called after the part's modules were initialised."""
+
+
+@dataclass
+class Scored:
+    """What the slots of `a` anchors say in training.
+
+    logits: [a, S, K] of the law that drafts, given the tokens before each slot: what objectives are about.
+    base: [a, S, K] the same before correction, where there is a corrector ("base_" objectives).
+    chosen: [a, S] index (of K) of the token that greedy drafting takes, given those before; None: argmax of logits.
+    terms: further terms that parts give, by name.
+    """
+
+    logits: Tensor
+    base: Tensor | None = None
+    chosen: Tensor | None = None
+    terms: dict[str, Term] = field(default_factory=dict)
