@@ -17,6 +17,7 @@ K the drafter's vocabulary, V the target's. q is a softmax over the drafter's K 
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,9 @@ from .draft import Context, Law
 from .drafters.base import Drafter, DrafterConfig, TargetView
 from .parts import Part
 from .verification import sample
+
+if TYPE_CHECKING:
+    from .correctors import Corrector
 
 
 class HeadConfig(DrafterConfig):
@@ -83,6 +87,7 @@ class HeadedDrafter(Drafter):
             self.lm_head = LowRankHead(config.hidden_size, config.draft_head_rank, rows)
         elif config.own_head:
             self.lm_head = nn.Linear(config.hidden_size, rows, bias=False)
+        self.corrector: Corrector | None = None  # what a family's config may name
         ids = torch.arange(config.draft_vocab_size) if config.draft_vocab_size else None
         self.register_buffer("draft_ids", ids, persistent=True)
 

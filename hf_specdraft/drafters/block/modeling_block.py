@@ -151,7 +151,8 @@ class BlockDrafter(HeadedDrafter):
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = BlockRotaryEmbedding(config)
         self.add_head()
-        self.corrector = None if config.corrector is None else correctors.build(config, config.corrector)
+        if config.corrector is not None:
+            self.corrector = correctors.build(config, config.corrector)
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module | None:
