@@ -245,7 +245,6 @@ def test_data_of_another_target_are_refused(config, place, tmp_path):
         ("drafter.num_target_layers=9", "built for a target of 9 layers but the target has 4"),
         ("trainer", "expected key=value such as"),
         ("start_texts=many", "start_texts must be a number, but it is 'many'"),
-        ("start_texts=2", "BlockDrafter has no start in closed form; leave start_texts out"),
         ("freeze=lm_head", r"freeze must be a list of modules, such as \[lm_head\]"),
         ("freeze=[layrs]", r"freeze.layrs is unknown; did you mean layers\?"),
         ("trainer.eval_unroll.anchor=3", r"trainer.eval_unroll.anchor is unknown; did you mean anchors\?"),

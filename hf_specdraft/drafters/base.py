@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -312,6 +313,24 @@ class Drafter(PreTrainedModel):
     def draft_pass(self, *args, **kwargs) -> Any:
         """One pass of the network, tensors in, tensors out."""
         raise NotImplementedError(f"{type(self).__name__} has no network")
+
+    def grown(self, **fields) -> Drafter:
+        """A drafter with these config fields changed: what both have is copied, new parts start as they do.
+
+        Raises ValueError when a weight of this one has no place in it, or one of another shape.
+        """
+        config = copy.deepcopy(self.config)
+        values = {**{k: v for k, v in config.to_dict().items() if k in type(config).__dataclass_fields__}, **fields}
+        grown = type(self)(type(config)(**values)).to(self.device, self.dtype)
+        state, room = self.state_dict(), grown.state_dict()
+        lost = [name for name, tensor in state.items() if name not in room or room[name].shape != tensor.shape]
+        if lost:
+            raise ValueError(
+                f"{', '.join(f'{key}={value!r}' for key, value in fields.items())} leaves no room for the trained "
+                f"weights {', '.join(sorted(lost)[:5])}; only parts may be added to a trained drafter"
+            )
+        grown.load_state_dict(state, strict=False)
+        return grown
 
     def start_from(self, view: TargetView, batches: Iterable[TrainingBatch]) -> None:
         """Set what a few batches, with features and last_hidden, determine in closed form, before any training step."""

@@ -43,7 +43,8 @@ class TrainConfig:
 
     target: {name, revision, dtype, attn_implementation}, or just the name: a folder or Hub repository.
     drafter: {family, fields of its config} for a new one, whose other fields the target decides (`for_target`); or
-        {init_from, ...}: a trained one's folder or Hub name, whose weights start the run (with a fresh optimizer).
+        {init_from, ...}: a trained one's folder or Hub name, whose weights start the run (with a fresh optimizer);
+        fields beside it change its config and may add parts (`Drafter.grown`).
     data: a folder that `hf-specdraft data` wrote. Its held-out texts are for evaluation.
     trainer: fields of DraftTrainingArguments, output_dir among them.
     loss: arguments of DraftLoss. unroll: options of the family's unroll.
@@ -51,6 +52,7 @@ class TrainConfig:
     draft_vocab: K for a head of the K most frequent tokens of the data, or a file of `hf-specdraft vocabulary`.
     start_texts: rows of the data from which a new drafter is started in closed form (`Drafter.start_from`).
     freeze: names of the drafter's modules that stay as they are, such as lm_head.
+    train_only: names of the modules that are trained, such as corrector; all others stay as they are.
     lora: fields of PEFT's LoraConfig; the drafter then stays frozen and only the adapter is trained and saved.
     features: "live" (the target runs along) or a folder that `hf-specdraft capture` wrote for the same data.
     recipe: a name for the drafter's card.
@@ -66,6 +68,7 @@ class TrainConfig:
     draft_vocab: int | str | None = None
     start_texts: int = 0
     freeze: list[str] = dataclasses.field(default_factory=list)
+    train_only: list[str] = dataclasses.field(default_factory=list)
     lora: dict[str, Any] | None = None
     features: str = "live"
     recipe: str | None = None
@@ -103,7 +106,8 @@ class TrainConfig:
             if field.type.startswith("dict") and not isinstance(values.get(name, {}), dict):
                 raise ValueError(f"{name} must be a section of keys, but it is {values[name]!r}")
         _refuse_kinds("", values, {"start_texts": 0})
-        _require(isinstance(values.get("freeze", []), list), "freeze must be a list of modules, such as [lm_head]")
+        for name, example in (("freeze", "lm_head"), ("train_only", "corrector")):
+            _require(isinstance(values.get(name, []), list), f"{name} must be a list of modules, such as [{example}]")
         config = cls(**values)
         config._check()
         return config
@@ -208,9 +212,12 @@ class TrainConfig:
         drafter.check(TargetView(target))
         if self.start_texts:
             drafter.start_from(TargetView(target), self._start_batches(target, drafter, train))
-        for name in self.freeze:
-            _refuse_unknown("freeze", [name], dict(drafter.named_modules()))
-            drafter.get_submodule(name).requires_grad_(False)
+        if self.train_only:
+            drafter.requires_grad_(False)
+        for section, names, trained in (("train_only", self.train_only, True), ("freeze", self.freeze, False)):
+            _refuse_unknown(section, names, dict(drafter.named_modules()))
+            for name in names:
+                drafter.get_submodule(name).requires_grad_(trained)
         template = {"sha256": about["chat_template_sha256"], "kwargs": about["chat_template_kwargs"]}
         drafter.config.chat_template_sha256 = template["sha256"]
         drafter.config.chat_template_kwargs = template["kwargs"]
@@ -267,7 +274,8 @@ class TrainConfig:
         family, fields = self.family, dict(self.drafter)
         source = fields.pop("init_from", None)
         if source is not None:
-            return AutoDrafter.from_pretrained(source, dtype=torch.float32, **fields)
+            drafter = AutoDrafter.from_pretrained(source, dtype=torch.float32)
+            return drafter.grown(**fields) if fields else drafter
         del fields["family"]
         vocabulary = None
         if self.draft_vocab is not None:
