@@ -122,10 +122,14 @@ class _Call:
             positions = self.target.rows.lengths
             committed = self._commit_tokens(draft, verdict, logits, outputs)
             features = self.target.path_features(outputs, self.kept, positions, self.drafter.device)
+            rejected = None
+            if self.drafter.wants_rejected and draft.is_chain and draft.shape[1]:
+                nodes = draft.valid.sum(1).tolist()
+                rejected = self.target.rejected_features(outputs, self.kept, nodes, positions, self.drafter.device)
             leaving = self._rows_to_keep()
             self.target.commit(1 + draft.shape[1], self.kept, [len(c) for c in committed], leaving)
         with self.clock("draft"):
-            self.session.observe(Commit(committed, features))
+            self.session.observe(Commit(committed, features, rejected))
             if leaving is not None:
                 self.session.keep(leaving)
         self.policy.observe(self.active, offered, committed)

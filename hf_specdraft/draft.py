@@ -174,10 +174,13 @@ class Commit:
 
     tokens: per row, the new committed token ids (host lists, without padding; empty for a finished row).
     features: the target's hidden states, or None when the drafter asked for none.
+    rejected: those of the chain's nodes that were verified and not kept, for a drafter that `wants_rejected`; None
+        after prefill, and after rounds without a draft.
     """
 
     tokens: list[list[int]]
     features: Features | None = None
+    rejected: Features | None = None
 
 
 @dataclass
@@ -188,6 +191,9 @@ class Partial:
     unwarped. hidden: [B, H] what those logits were made from, None where the drafter does not tell.
     fed: [B, H] the network's state after the token before the latest one, which tells how good that one was
         (SpecDec++); None likewise.
+    chances: [B, n] of a drafter that drafts by the block: the probabilities it gave to the tokens drafted since it was
+        asked last, each given those before.
+    own: what the drafter's own rule says of each row, None where it has none. A policy without a rule follows it.
     """
 
     step: int
@@ -195,6 +201,12 @@ class Partial:
     logits: Tensor
     hidden: Tensor | None = None
     fed: Tensor | None = None
+    chances: Tensor | None = None
+    own: list[bool] | None = None
+
+    def follow(self) -> list[bool]:
+        """The rows that the drafter itself would go on with: all where it has no rule."""
+        return [True] * len(self.tokens) if self.own is None else self.own
 
 
 @dataclass
@@ -221,6 +233,6 @@ class Context:
     # Stop drafting after a token drafted with less confidence than this (assistant_confidence_threshold), when given.
     confidence_threshold: float | None = None
     # `Policy.more`: asked after each token of a draft that could go on; which rows draft on.
-    more: Callable[[Partial], list[bool]] = field(default=lambda partial: [True] * len(partial.tokens))
+    more: Callable[[Partial], list[bool]] = Partial.follow
     # The network does not pay at present: only what is drafted without it is wanted.
     free_only: bool = False

@@ -36,3 +36,13 @@ def of_path(hidden: Tensor, kept: list[list[int]], start: list[int]) -> Features
         return Features(hidden[:, :width], counts, start)
     index = torch.tensor([offsets + [0] * (width - len(offsets)) for offsets in kept], device=hidden.device)
     return Features(hidden.gather(1, index[..., None].expand(-1, -1, hidden.shape[-1])), counts, start)
+
+
+def of_rejected(hidden: Tensor, kept: list[list[int]], nodes: list[int], start: list[int]) -> Features:
+    """Features of the columns of a round's pass over chains that do not stay, per row: those behind the kept ones, up
+    to the last of its `nodes`; none of a row that keeps nothing, because it had finished."""
+    first = [len(offsets) for offsets in kept]
+    counts = [max(0, 1 + n - k) if k else 0 for n, k in zip(nodes, first)]
+    column = torch.arange(max(counts)) + torch.tensor(first)[:, None]
+    column = column.clamp_(max=hidden.shape[1] - 1).to(hidden.device)
+    return Features(hidden.take_along_dim(column[..., None], 1), counts, [s + k for s, k in zip(start, first)])

@@ -138,6 +138,11 @@ class TargetPass:
         hidden = feature_rows.selected(outputs.hidden_states, self.layers, device)
         return feature_rows.of_path(hidden, kept, start)
 
+    def rejected_features(self, outputs: Any, kept: list[list[int]], nodes: list[int], start: list[int], device):
+        """Features of the verified nodes of chains, `nodes[b]` of row b, that are not `kept`."""
+        hidden = feature_rows.selected(outputs.hidden_states, self.layers, device)
+        return feature_rows.of_rejected(hidden, kept, nodes, start)
+
     def hand_back(self, start: list[int], columns: int, unfed: list[bool], anchor: Tensor, device) -> Features | None:
         """Leave the cache as plain generate would: `columns` columns, row b from column `start[b]`, the last token of
         rows that ended early (`unfed`) fed as well. Returns those tokens' features."""

@@ -176,6 +176,8 @@ class Drafter(PreTrainedModel):
     base_model_prefix = ""
     # Layers whose output the session wants as features, as zero-based layer ids; -1 is the embedding output.
     feature_layers: tuple[int, ...] = ()
+    # Whether its sessions want the features of rejected nodes, too (`Commit.rejected`).
+    wants_rejected: bool = False
     # Whether a draft costs next to nothing (no network), so that asking in vain is no loss.
     is_free: bool = False
     # Whether it can also draft without its network (`Context.free_only`, `Draft.free`).
@@ -339,6 +341,10 @@ class Drafter(PreTrainedModel):
     def unroll(self, view: TargetView, batch: TrainingBatch, **options) -> Unrolled:
         """What this drafter would draft along the texts of a batch. options: the family's own, from the recipe."""
         raise ValueError(f"{type(self).__name__} has nothing to train")
+
+    @classmethod
+    def check_unroll(cls, options: dict) -> None:
+        """Raise ValueError for values of unroll's options that it would refuse, before any work."""
 
     def logits(self, view: TargetView, hidden: Tensor) -> Tensor:
         """[..., H] of `Unrolled.hidden` -> [..., K] logits, K the drafter's vocabulary (see `draft_token_ids`)."""

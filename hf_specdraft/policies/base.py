@@ -59,9 +59,10 @@ class Policy:
     def more(self, partial: Partial) -> list[bool]:
         """Which rows of the pass draft on, asked after each token (each block) of a drafter that could.
 
-        The tokens drafted so far stay in the draft whatever is said here, so a decision may look at them.
+        The tokens drafted so far stay in the draft whatever is said here, so a decision may look at them. A drafter
+        that reads its own states poorly says so by `partial.own`; who goes on all the same pays with acceptance only.
         """
-        return [True] * len(partial.tokens)
+        return partial.follow()
 
     def cut(self, draft: Draft, going: list[bool]) -> Draft:
         """The draft without the nodes that are not worth verifying. going: rows that are not finished."""

@@ -51,6 +51,7 @@ class CombinedDrafter(Drafter):
     def _take(self, ngram: NgramDrafter, network: Drafter) -> None:
         self.ngram, self.network = ngram, network
         self.feature_layers, self.is_sequential = network.feature_layers, network.is_sequential
+        self.wants_rejected = network.wants_rejected
 
     def init_weights(self) -> None:
         """Nothing: the parts were initialised when they were made, and loaded ones must stay as they are."""
