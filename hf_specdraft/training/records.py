@@ -39,6 +39,19 @@ class TrainingBatch:
 
 
 @dataclass
+class FusedContext:
+    """What a block drafter's layers read of a batch's context, with gradients.
+
+    rows: [B, L, H] fused features of each column; an anchor sees those of its document before its own column.
+    document_ids, position_ids: [B, L] of the batch, on the same device.
+    """
+
+    rows: Tensor
+    document_ids: Tensor
+    position_ids: Tensor
+
+
+@dataclass
 class Unrolled:
     """What a drafter would draft at A anchors of a batch, teacher-forced, S slots each.
 
@@ -49,7 +62,7 @@ class Unrolled:
         words end.
     anchors: [A] index into the flattened [B * L] columns of each anchor, the last token its draft may read.
     previous: [A, S] the text's token before each slot: the anchor, then the labels. For correctors.
-    context: what else parts read of the batch, whole whatever the anchors.
+    context: what else parts read of the batch (a FusedContext of block drafters), whole whatever the anchors.
     weight: [A] times the loss's weights of the slots, None for 1.
     drafts: [A] bool, the anchors that metrics are about, None for all: those that are drafted as in decoding. A family
         that trains an anchor several ways has it several times.

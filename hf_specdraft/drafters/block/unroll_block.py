@@ -1,11 +1,19 @@
-"""Training blocks: one at each of many anchors of a batch, all in one pass over context that is computed once."""
+"""Training blocks: one at each of many anchors of a batch, all in one pass over context that is computed once.
+
+Further modes, of drafters that pass over a block more than once, are modules `unroll_<mode>` beside this one; they are
+found by looking. Each has `unroll(reading, generator, **options) -> Unrolled`.
+"""
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,7 +21,7 @@ from torch.nn import functional as F
 from torch.nn.attention import flex_attention as flex
 
 from ...training.anchors import choose_anchors, following
-from ...training.records import TrainingBatch, Unrolled
+from ...training.records import FusedContext, TrainingBatch, Unrolled
 from ..base import TargetView
 from .configuration_block import BlockConfig
 from .visibility import within_window
@@ -33,6 +41,7 @@ def unroll_block(
     anchors: int | None = 512,
     implementation: str = "auto",
     generator: torch.Generator | None = None,
+    mode: str | dict[str, Any] | None = None,
 ) -> Unrolled:
     """What the drafter's blocks would say at `anchors` anchors of each document (None: at all of them).
 
@@ -40,7 +49,9 @@ def unroll_block(
     anchor and itself, under each layer's window. S is config.num_drafts.
     implementation: "sdpa" (any device), "flex" (FlexAttention, which has no gradient on the CPU), or "auto": flex on
         CUDA, else sdpa.
-    generator: draws the anchors, see `choose_anchors`.
+    generator: draws the anchors, see `choose_anchors`, and what a mode draws.
+    mode: what is made of the blocks: "plain" (one pass over masks), the name of another mode, or {"name": ..., and its
+        options}. None: what the drafter's config drafts with (`BlockConfig.unroll_mode`).
     Raises ValueError when the batch has no features, or an option is none of these.
     """
     config = drafter.config
@@ -51,30 +62,107 @@ def unroll_block(
         )
     if implementation not in ("auto", "sdpa", "flex"):
         raise ValueError(f"implementation must be 'auto', 'sdpa' or 'flex', got {implementation!r}")
-    device = drafter.device
-    batch = batch.to(device)
+    unroll, options = resolve_mode(config.unroll_mode if mode is None else mode)
+    batch = batch.to(drafter.device)
     blocks = Blocks.of(batch, choose_anchors(batch, anchors, generator), config.block_size)
-    if implementation == "auto":
-        # The compiled kernel needs a head of at least 16.
-        implementation = "flex" if device.type == "cuda" and config.head_dim >= 16 else "sdpa"
-    ids = torch.full((*blocks.columns.shape, config.block_size), config.mask_token_id, device=device)
-    ids[..., 0] = batch.input_ids.gather(1, blocks.columns)
-    attend = {"sdpa": grouped_attention, "flex": flex_attention}[implementation]
-    hidden = drafter.draft_pass(
-        inputs_embeds=drafter.embed(ids.flatten(1), view),
-        features=batch.features.to(drafter.dtype),
-        feature_positions=batch.position_ids,
-        position_ids=blocks.positions,
-        attention_mask={layer_type: attend(config, layer_type, batch, blocks) for layer_type in {*config.layer_types}},
-        head=False,
-    ).last_hidden_state
-    drafting = slice(config.first_slot, config.first_slot + config.num_drafts)
-    hidden = hidden.unflatten(1, (-1, config.block_size))[blocks.real, drafting]
-    rows = torch.arange(len(ids), device=device)[:, None]
-    starts = (rows * batch.input_ids.shape[1] + blocks.columns)[blocks.real]
-    labels, before, mask = following(batch, starts, config.num_drafts)
-    previous = torch.cat((batch.input_ids.flatten()[starts, None], labels[:, :-1]), dim=1)
-    return Unrolled(hidden, labels, before, mask, anchors=starts, previous=previous)
+    return unroll(Reading(drafter, view, batch, blocks, implementation), generator, **options)
+
+
+def unroll_plain(reading: Reading, generator: torch.Generator | None) -> Unrolled:
+    """One pass over the anchors and masks."""
+    return reading.unrolled(reading.states(reading.masked()))
+
+
+def modes() -> dict[str, Callable[..., Unrolled]]:
+    """Every mode of the unroll by name."""
+    found = {"plain": unroll_plain}
+    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
+        name = module.name.removeprefix("unroll_")
+        if name not in (module.name, "block"):
+            found[name] = importlib.import_module(f"{__package__}.{module.name}").unroll
+    return found
+
+
+def resolve_mode(mode: str | dict[str, Any]) -> tuple[Callable[..., Unrolled], dict[str, Any]]:
+    """A mode as a recipe gives it -> its function and options. Raises ValueError for unknown ones."""
+    options = {"name": mode} if isinstance(mode, str) else dict(mode)
+    name, known = options.pop("name", None), modes()
+    if name not in known:
+        raise ValueError(f"unroll.mode must be one of {', '.join(sorted(known))}, got {name!r}")
+    accepted = list(inspect.signature(known[name]).parameters)[2:]
+    unknown = sorted(set(options) - set(accepted))
+    if unknown:
+        raise ValueError(
+            f"unroll.mode {name} has no option {', '.join(unknown)}; it has {', '.join(accepted) or 'none'}"
+        )
+    return known[name], options
+
+
+class Reading:
+    """Passes over some blocks of a batch. The first reads the context; further ones find its keys and values there, as
+    in a round of drafting, and send their gradients into them.
+
+    It is the `cache` of those passes: keys, values: per layer [B, heads, L, head_dim].
+    """
+
+    positions = None  # the passes' masks know them
+
+    def __init__(
+        self, drafter: BlockDrafter, view: TargetView, batch: TrainingBatch, blocks: Blocks, implementation: str = "auto"
+    ):
+        self.drafter, self.view, self.batch, self.blocks = drafter, view, batch, blocks
+        config, device = drafter.config, batch.input_ids.device
+        if implementation == "auto":
+            # The compiled kernel needs a head of at least 16.
+            implementation = "flex" if device.type == "cuda" and config.head_dim >= 16 else "sdpa"
+        attend = {"sdpa": grouped_attention, "flex": flex_attention}[implementation]
+        self.masks = {layer_type: attend(config, layer_type, batch, blocks) for layer_type in {*config.layer_types}}
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    def extend(self, positions: Tensor, counts: list[int]) -> None:
+        """Nothing: the context of a reading is whole at once."""
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        self.keys.append(keys)
+        self.values.append(values)
+
+    def read(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self.keys[layer], self.values[layer]
+
+    def masked(self) -> Tensor:
+        """[B, A, size] what blocks hold in a first pass: their anchors, and masks."""
+        shape = (*self.blocks.columns.shape, self.blocks.size)
+        ids = torch.full(shape, self.drafter.config.mask_token_id, device=self.batch.input_ids.device)
+        ids[..., 0] = self.batch.input_ids.gather(1, self.blocks.columns)
+        return ids
+
+    def states(self, ids: Tensor | None = None, embeddings: Tensor | None = None) -> Tensor:
+        """A pass over blocks of `ids` [B, A, size], or of their embeddings [B, A, size, H]: the states [n, S, H] of the
+        drafting slots of the n real blocks, row by row."""
+        drafter, config = self.drafter, self.drafter.config
+        new = {}
+        if not self.keys:
+            new = {"features": self.batch.features.to(drafter.dtype), "feature_positions": self.batch.position_ids}
+        hidden = drafter.draft_pass(
+            inputs_embeds=drafter.embed(ids.flatten(1), self.view) if embeddings is None else embeddings.flatten(1, 2),
+            position_ids=self.blocks.positions,
+            cache=self,
+            attention_mask=self.masks,
+            head=False,
+            **new,
+        ).last_hidden_state
+        drafting = slice(config.first_slot, config.first_slot + config.num_drafts)
+        return hidden.unflatten(1, (-1, config.block_size))[self.blocks.real, drafting]
+
+    def unrolled(self, hidden: Tensor) -> Unrolled:
+        """States [n, S, H] of the real blocks, and what they should say."""
+        batch, columns = self.batch, self.blocks.columns
+        rows = torch.arange(len(columns), device=columns.device)[:, None]
+        starts = (rows * batch.input_ids.shape[1] + columns)[self.blocks.real]
+        labels, before, mask = following(batch, starts, self.drafter.config.num_drafts)
+        previous = torch.cat((batch.input_ids.flatten()[starts, None], labels[:, :-1]), dim=1)
+        return Unrolled(hidden, labels, before, mask, anchors=starts, previous=previous)
 
 
 @dataclass
