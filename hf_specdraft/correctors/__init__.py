@@ -2,6 +2,8 @@
 
 | name | what it adds | source |
 | --- | --- | --- |
+| markov | what the token before says, by a low-rank table (vanilla, gated, rnn) | DSpark 2607.05147 |
+| gru | what a GRU over the block's tokens so far says | Domino 2605.29707 |
 """
 
 from __future__ import annotations

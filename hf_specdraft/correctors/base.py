@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from ..draft import Block
@@ -93,3 +94,9 @@ class Corrector(Part):
         base: [a, S, K] the marginals' logits. Equal to the steps' scores along the same tokens.
         """
         raise NotImplementedError
+
+
+def plus(logits: Tensor, correction: Tensor) -> Tensor:
+    """[..., K] logits and what is added to them. One tokenizer's heads are padded to different sizes: rows that only
+    the logits have stay as they are, rows that only the correction has are dropped."""
+    return logits + F.pad(correction, (0, logits.shape[-1] - correction.shape[-1]))
