@@ -39,6 +39,8 @@ class BlockConfig(HeadConfig):
     layer_types: "full_attention" or "sliding_attention" per layer.
     sliding_rule: what the window of sliding layers hides, a key of SLIDING_RULES.
     sliding_causal: whether sliding layers are causal inside the block.
+    convolution: {"taps": ..., "group_size": ..., "dynamic_from": ...}: short convolutions along the block around each
+        sublayer (`convolutions.BlockConvolution`), {} for DFlash 2's, None for none.
     corrector: {"name": ..., and its options}: makes the slots' tokens fit each other (`correctors`), None for none.
     draft_sampling: when the request samples, draw the draft from the warped marginals (and verify by its exact law)
         instead of taking the argmax.
@@ -75,6 +77,7 @@ class BlockConfig(HeadConfig):
     sliding_rule: str = "distance"
     sliding_causal: bool = False
 
+    convolution: dict | None = None
     corrector: dict | None = None
 
     # None: as many as the block gives.

@@ -18,7 +18,7 @@ from ...parts import Scored
 from ...training.records import TrainingBatch, Unrolled
 from .. import register
 from ..base import TargetView
-from . import dialects, exports
+from . import convolutions, dialects, exports
 from .configuration_block import BlockConfig
 from .session_block import BlockSession, ContextCache
 from .unroll_block import unroll_block
@@ -81,13 +81,19 @@ class BlockLayer(nn.Module):
         self.mlp = Qwen3MLP(config)
         self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        convolved = config.convolution is not None
+        self.attention_conv = convolutions.build(config) if convolved else None
+        self.mlp_conv = convolutions.build(config) if convolved else None
 
     def forward(self, x: Tensor, rope, mask: Mask, known: Callable, context: Tensor | None, context_rope) -> Tensor:
         """known: new context's keys and values, or None -> those of all context. The new ones are made in here, because
         FSDP has a layer's weights whole, and its gradients complete, only around its forward and its tensor inputs."""
         new = None if context is None else self.self_attn.keys_values(context, context_rope)
-        x = x + self.self_attn(self.input_layernorm(x), rope, known(new), mask)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        attend = partial(self.self_attn, rope=rope, past=known(new), mask=mask)
+        y = self.input_layernorm(x)
+        x = x + (attend(y) if self.attention_conv is None else self.attention_conv(y, attend))
+        y = self.post_attention_layernorm(x)
+        return x + (self.mlp(y) if self.mlp_conv is None else self.mlp_conv(y, self.mlp))
 
 
 @dataclass
