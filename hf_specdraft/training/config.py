@@ -148,6 +148,7 @@ class TrainConfig:
         for section, given in (("unroll", self.unroll), ("trainer.eval_unroll", self.trainer.get("eval_unroll") or {})):
             _refuse_unknown(section, given, options)
             _refuse_kinds(section, given, options)
+            family.check_unroll(given)
 
     @property
     def family(self) -> type[Drafter]:

@@ -147,6 +147,11 @@ class BlockConfig(HeadConfig):
         return int(not self.anchor_drafts)
 
     @property
+    def unroll_mode(self) -> str:
+        """The mode of the unroll (`unroll_block`) that drafts as decoding does with these fields."""
+        return "plain"
+
+    @property
     def window_acts(self) -> bool:
         """Whether sliding layers see less than full ones."""
         return self.sliding_causal or self.sliding_rule != "unbounded"

@@ -21,7 +21,7 @@ from ..base import TargetView
 from . import convolutions, dialects, exports
 from .configuration_block import BlockConfig
 from .session_block import BlockSession, ContextCache
-from .unroll_block import unroll_block
+from .unroll_block import resolve_mode, unroll_block
 from .visibility import visible
 
 # [B, 1, S, C + S] bool, None where every slot sees every key, or what attends in the place of torch's attention:
@@ -211,6 +211,11 @@ class BlockDrafter(HeadedDrafter):
 
     # Itself, not a wrapper: a training config's options are checked against its signature.
     unroll = unroll_block
+
+    @classmethod
+    def check_unroll(cls, options: dict) -> None:
+        if options.get("mode") is not None:
+            resolve_mode(options["mode"])
 
     @classmethod
     def dialect_of(cls, config: dict) -> str | None:

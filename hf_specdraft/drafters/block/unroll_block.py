@@ -99,8 +99,8 @@ def resolve_mode(mode: str | dict[str, Any]) -> tuple[Callable[..., Unrolled], d
 
 
 class Reading:
-    """Passes over some blocks of a batch. The first reads the context; further ones find its keys and values there, as
-    in a round of drafting, and send their gradients into them.
+    """Passes over some blocks of a batch (which is on the drafter's device). The first reads the context; further ones
+    find its keys and values there, as in a round of drafting, and send their gradients into them.
 
     It is the `cache` of those passes: keys, values: per layer [B, heads, L, head_dim].
     """
@@ -108,7 +108,12 @@ class Reading:
     positions = None  # the passes' masks know them
 
     def __init__(
-        self, drafter: BlockDrafter, view: TargetView, batch: TrainingBatch, blocks: Blocks, implementation: str = "auto"
+        self,
+        drafter: BlockDrafter,
+        view: TargetView,
+        batch: TrainingBatch,
+        blocks: Blocks,
+        implementation: str = "auto",
     ):
         self.drafter, self.view, self.batch, self.blocks = drafter, view, batch, blocks
         config, device = drafter.config, batch.input_ids.device
@@ -119,6 +124,7 @@ class Reading:
         self.masks = {layer_type: attend(config, layer_type, batch, blocks) for layer_type in {*config.layer_types}}
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
+        self.fused: Tensor | None = None  # [B, L, H] the context as the layers read it
 
     def extend(self, positions: Tensor, counts: list[int]) -> None:
         """Nothing: the context of a reading is whole at once."""
@@ -144,16 +150,17 @@ class Reading:
         new = {}
         if not self.keys:
             new = {"features": self.batch.features.to(drafter.dtype), "feature_positions": self.batch.position_ids}
-        hidden = drafter.draft_pass(
+        out = drafter.draft_pass(
             inputs_embeds=drafter.embed(ids.flatten(1), self.view) if embeddings is None else embeddings.flatten(1, 2),
             position_ids=self.blocks.positions,
             cache=self,
             attention_mask=self.masks,
             head=False,
             **new,
-        ).last_hidden_state
+        )
+        self.fused = out.context if new else self.fused
         drafting = slice(config.first_slot, config.first_slot + config.num_drafts)
-        return hidden.unflatten(1, (-1, config.block_size))[self.blocks.real, drafting]
+        return out.last_hidden_state.unflatten(1, (-1, config.block_size))[self.blocks.real, drafting]
 
     def unrolled(self, hidden: Tensor) -> Unrolled:
         """States [n, S, H] of the real blocks, and what they should say."""
@@ -162,7 +169,8 @@ class Reading:
         starts = (rows * batch.input_ids.shape[1] + columns)[self.blocks.real]
         labels, before, mask = following(batch, starts, self.drafter.config.num_drafts)
         previous = torch.cat((batch.input_ids.flatten()[starts, None], labels[:, :-1]), dim=1)
-        return Unrolled(hidden, labels, before, mask, anchors=starts, previous=previous)
+        context = FusedContext(self.fused, batch.document_ids, batch.position_ids)
+        return Unrolled(hidden, labels, before, mask, anchors=starts, previous=previous, context=context)
 
 
 @dataclass
