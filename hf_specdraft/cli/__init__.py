@@ -18,6 +18,7 @@ from .card import card
 from .check import check
 from .data import data
 from .export import export
+from .floors import floors
 from .generate import generate
 from .inspect import inspect
 from .train import train
@@ -29,7 +30,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (generate, check, bench, inspect, data, capture, train, card, export, vocabulary):
+for command in (generate, check, bench, floors, inspect, data, capture, train, card, export, vocabulary):
     app.command()(command)
 
 
