@@ -398,7 +398,7 @@ def test_a_missing_or_broken_tensor_is_refused_in_our_own_form(loader, key, tmp_
     ("fields", "message"),
     [
         (dict(block_size=1), "no slot"),
-        (dict(num_assistant_tokens=4), "more than the 3"),
+        (dict(num_assistant_tokens=4), "more than the 3 of max_stages 1"),
         (dict(target_layer_ids=[]), "target_layer_ids"),
         (dict(layer_types=["full_attention"]), "layer_types"),
         (dict(sliding_window=None), "sliding_window"),

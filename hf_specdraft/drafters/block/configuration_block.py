@@ -41,6 +41,11 @@ class BlockConfig(HeadConfig):
     sliding_causal: whether sliding layers are causal inside the block.
     convolution: {"taps": ..., "group_size": ..., "dynamic_from": ...}: short convolutions along the block around each
         sublayer (`convolutions.BlockConvolution`), {} for DFlash 2's, None for none.
+    carryover: let a draft read the target's states of the tokens that were rejected last (Carryover, 2609.14717).
+        Chains only: no tree's rejected nodes are read.
+    max_stages: blocks that may be drafted before one verification (DLoop, 2610.07659). Trees have one.
+    stage_threshold: go on while the newest block's tokens have together a log-probability above it.
+    stage_adapter: whether own states pass a linear layer (which starts as the identity) before later stages read them.
     corrector: {"name": ..., and its options}: makes the slots' tokens fit each other (`correctors`), None for none.
     draft_sampling: when the request samples, draw the draft from the warped marginals (and verify by its exact law)
         instead of taking the argmax.
@@ -78,9 +83,13 @@ class BlockConfig(HeadConfig):
     sliding_causal: bool = False
 
     convolution: dict | None = None
+    carryover: bool = False
+    max_stages: int = 1
+    stage_threshold: float = -0.5
+    stage_adapter: bool = False
     corrector: dict | None = None
 
-    # None: as many as the block gives.
+    # None: as many as the stages give.
     num_assistant_tokens: int | None = None
     draft_sampling: bool = True
 
@@ -91,12 +100,14 @@ class BlockConfig(HeadConfig):
         if self.target_hidden_size is None:
             self.target_hidden_size = self.hidden_size
         _require(self.num_drafts >= 1, f"block_size {self.block_size} leaves no slot to draft")
+        _require(self.max_stages >= 1, f"max_stages must be at least 1, got {self.max_stages}")
+        most = self.max_stages * self.num_drafts
         if self.num_assistant_tokens is None:
-            self.num_assistant_tokens = self.num_drafts
+            self.num_assistant_tokens = most
         super().__post_init__(**kwargs)
         _require(
-            self.num_assistant_tokens <= self.num_drafts,
-            f"num_assistant_tokens {self.num_assistant_tokens} is more than the {self.num_drafts} a block drafts",
+            self.num_assistant_tokens <= most,
+            f"num_assistant_tokens {self.num_assistant_tokens} is more than the {most} of max_stages {self.max_stages}",
         )
         _require(
             bool(self.target_layer_ids) or self.reads_final,

@@ -20,7 +20,9 @@ from .. import register
 from ..base import TargetView
 from . import convolutions, dialects, exports
 from .configuration_block import BlockConfig
-from .session_block import BlockSession, ContextCache
+from .context_cache import ContextCache
+from .session_block import BlockSession
+from .stages import OwnStates
 from .unroll_block import resolve_mode, unroll_block
 from .visibility import visible
 
@@ -153,6 +155,11 @@ class BlockDrafter(HeadedDrafter):
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.fc = nn.Linear(len(self.feature_layers) * config.target_hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.wants_rejected = config.carryover
+        if config.carryover:
+            # Starts as nothing: rejected rows look like others.
+            self.carry_embedding = nn.Parameter(torch.zeros(self.fc.in_features))
+        self.own_states = OwnStates(config) if config.max_stages > 1 else None
         self.layers = nn.ModuleList(BlockLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = BlockRotaryEmbedding(config)
@@ -188,6 +195,21 @@ class BlockDrafter(HeadedDrafter):
             return view.embed(ids, skip_norm=self.config.skip_embed_norm).to(self.device, self.dtype)
         # The target's vocabulary may be padded further: an id without a row is as good as unknown.
         return self.embed_tokens(ids.where(ids < self.config.vocab_size, self.config.mask_token_id))
+
+    def fused(self, features: Tensor, carried: Tensor | None = None) -> Tensor:
+        """[..., C, n*H] states of the target -> [..., C, H] context rows as the layers read them.
+
+        carried: [..., C] bool, those of rejected tokens, which bear Carryover's mark.
+        """
+        if carried is not None:
+            features = torch.where(carried[..., None], features + self.carry_embedding, features)
+        return self.hidden_norm(self.fc(features))
+
+    def reread(self, hidden: Tensor, stages: Tensor) -> Tensor:
+        """[..., C, H] own states, made at `stages` [C] -> context rows; as they are where no stages were trained."""
+        if self.own_states is None:
+            return self.hidden_norm(hidden)
+        return self.own_states(hidden, stages, self.hidden_norm)
 
     @torch.no_grad()
     def start_from(self, view: TargetView, batches: Iterable[TrainingBatch]) -> None:
@@ -243,6 +265,9 @@ class BlockDrafter(HeadedDrafter):
         attention_mask: dict[str, Mask] | None = None,
         inputs_embeds: Tensor | None = None,
         counts: list[int] | None = None,
+        carried: Tensor | None = None,
+        own_states: Tensor | None = None,
+        stages: Tensor | None = None,
         slots: slice = slice(None),
         head: bool = True,
     ) -> BlockOutput:
@@ -251,6 +276,9 @@ class BlockDrafter(HeadedDrafter):
         input_ids: [B, S] anchor and masks, for a drafter with own embeddings; inputs_embeds: [B, S, H] instead.
         features: [B, C, n*H] the target's hidden states of new context, or None; feature_positions: [B, C] their
             positions, -1 for padding; counts: how many are real per row (host integers), None when all are.
+        carried: [B, C] bool, which of `features` are of rejected tokens (Carryover).
+        own_states, stages: in the place of `features`, the drafter's own states [B, C, H] of drafted tokens, and the
+            stages [C] of drafting, from 0, that made them (DLoop).
         position_ids: [B, S] positions of the block.
         cache: earlier context. It is extended by `features`; without it the pass sees `features` alone.
         slots: the slots to return, all by default.
@@ -260,12 +288,12 @@ class BlockDrafter(HeadedDrafter):
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         positions, is_ragged = x.new_zeros(x.shape[0], 0, dtype=torch.long), False
         context = context_rope = None
-        if features is not None:
-            context = self.hidden_norm(self.fc(features))
+        if feature_positions is not None:
+            context = self.fused(features, carried) if own_states is None else self.reread(own_states, stages)
             context_rope = self.rotary_emb(context, feature_positions.clamp(min=0))
-            positions, is_ragged = feature_positions, counts is not None and min(counts) < features.shape[1]
+            positions, is_ragged = feature_positions, counts is not None and min(counts) < context.shape[1]
             if cache is not None:
-                cache.extend(positions, [features.shape[1]] * len(x) if counts is None else counts)
+                cache.extend(positions, [context.shape[1]] * len(x) if counts is None else counts)
         if cache is not None and cache.positions is not None:
             positions, is_ragged = cache.positions[:, : cache.length], min(cache.counts) < cache.length
         if attention_mask is None:

@@ -2,88 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ... import walkers
 from ...draft import Block, Commit, Context, Draft, Features
 from ...trees import from_marginals
 from ...verification import argmax
 from ..base import Session, TargetView
+from .context_cache import ContextCache, ragged
+from .stages import draft_stages
 
 if TYPE_CHECKING:
     from .modeling_block import BlockDrafter
-
-
-def ragged(counts: list[int]) -> tuple[Tensor, Tensor]:
-    """(row, column) indices on the CPU of the first `counts[b]` columns of each row b."""
-    columns = torch.arange(max(counts, default=0))
-    return (columns < torch.tensor(counts)[:, None]).nonzero(as_tuple=True)
-
-
-def writable(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy of one made in an inference-mode call that this call, outside it, may not write to."""
-    return tensor.clone() if tensor.is_inference() and not torch.is_inference_mode_enabled() else tensor
-
-
-class ContextCache:
-    """Keys and values of the context: every row grows at its own end. The block's own are never stored.
-
-    keys, values: per layer [B, heads, capacity, head_dim], keys with their rotary angle; zeros where unused.
-    positions: [B, capacity] each key's position in its row, -1 where unused.
-    counts: keys per row (host integers).
-    """
-
-    def __init__(self, batch: int):
-        self.counts = [0] * batch
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
-        self.positions: Tensor | None = None
-
-    @property
-    def length(self) -> int:
-        return max(self.counts, default=0)
-
-    def extend(self, positions: Tensor, counts: list[int]) -> None:
-        """Make room for `counts[b]` more keys per row, at `positions` [B, C]; `write` then fills each layer."""
-        row, column = ragged(counts)
-        slot = column + torch.tensor(self.counts)[row]
-        self.counts = [old + new for old, new in zip(self.counts, counts)]
-        self._new = row.to(positions.device), column.to(positions.device), slot.to(positions.device)
-        if self.positions is None:
-            self.positions = positions.new_full((len(counts), 0), -1)
-        if self.length > self.positions.shape[1]:
-            # Doubling copies each key a constant number of times however long the answer grows.
-            room = max(self.length + 64, 2 * self.positions.shape[1]) - self.positions.shape[1]
-            self.positions = F.pad(self.positions, (0, room), value=-1)
-        row, column, slot = self._new
-        self.positions = writable(self.positions)
-        self.positions[row, slot] = positions[row, column]
-
-    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Put the new context's keys and values [B, heads, C, head_dim] behind each row's old ones."""
-        for store, new in ((self.keys, keys), (self.values, values)):
-            if layer == len(store):
-                store.append(new[:, :, :0])
-            room = self.positions.shape[1] - store[layer].shape[2]
-            if room:
-                store[layer] = F.pad(store[layer], (0, 0, 0, room))
-            store[layer] = writable(store[layer])
-            row, column, slot = (index.to(new.device) for index in self._new)
-            store[layer][row, :, slot] = new[row, :, column]
-
-    def read(self, layer: int) -> tuple[Tensor, Tensor]:
-        return self.keys[layer][:, :, : self.length], self.values[layer][:, :, : self.length]
-
-    def keep(self, rows: list[int]) -> None:
-        self.counts = [self.counts[row] for row in rows]
-        if self.positions is not None:
-            self.positions = self.positions[rows]
-        self.keys = [keys[rows] for keys in self.keys]
-        self.values = [values[rows] for values in self.values]
 
 
 class BlockSession(Session):
@@ -98,9 +32,14 @@ class BlockSession(Session):
         self.cache = ContextCache(batch)
         self.memory = None if drafter.corrector is None else drafter.corrector.memory(batch)
         self.pending: list[Features] = []
+        # Of the last round, for a drafter that carries them over; the same while no pass of a draft has read them.
+        self.rejected: Features | None = None
+        self.carrying: Features | None = None
+        self.temporary: dict = {}  # further context of the next pass (its arguments), which this draft alone reads
         self.heard = [0] * batch  # per row, the position after the last one heard of
 
     def observe(self, commit: Commit) -> None:
+        self.rejected = commit.rejected if commit.rejected is not None and any(commit.rejected.counts) else None
         piece = commit.features
         if piece is None:
             return
@@ -123,22 +62,35 @@ class BlockSession(Session):
         if self.memory is not None:
             self.memory.keep(rows)
         self.heard = [self.heard[row] for row in rows]
-        self.pending = [
-            Features(piece.hidden[rows], [piece.counts[row] for row in rows], [piece.start[row] for row in rows])
-            for piece in self.pending
-            if any(piece.counts[row] for row in rows)
-        ]
+
+        def kept(pieces: list[Features]) -> list[Features]:
+            return [
+                Features(piece.hidden[rows], [piece.counts[row] for row in rows], [piece.start[row] for row in rows])
+                for piece in pieces
+                if any(piece.counts[row] for row in rows)
+            ]
+
+        self.pending = kept(self.pending)
+        self.rejected = next(iter(kept([] if self.rejected is None else [self.rejected])), None)
 
     @torch.no_grad()
     def propose(self, context: Context) -> Draft:
-        config = self.drafter.config
-        depth = min(max(context.lengths, default=0), config.num_drafts)
-        if depth < 1:
+        if max(context.lengths, default=0) < 1:
             return Draft.empty(len(context.lengths), self.drafter.device)
+        lasting = [old + sum(p.counts[b] for p in self.pending) for b, old in enumerate(self.cache.counts)]
+        self.carrying = self.rejected
+        draft = draft_stages(self, context)
+        self.cache.crop(lasting)
+        return draft
+
+    def draft_block(self, context: Context) -> Draft:
+        """A draft of one block: its rows go no deeper, whatever is asked for."""
+        config = self.drafter.config
+        depth = min(max(context.lengths), config.num_drafts)
         lengths = [min(length, depth) for length in context.lengths]
         block = self.block_pass(context, slice(config.first_slot, config.first_slot + depth))
         if self.drafter.corrector is not None:
-            return walkers.chain(self.drafter, self.view, self.drafter.corrector, block, context, lengths)
+            return walkers.walk(self.drafter, self.view, self.drafter.corrector, block, context, lengths)
         return self._marginal(block, context, lengths)
 
     def _marginal(self, block: Block, context: Context, lengths: list[int]) -> Draft:
@@ -149,8 +101,13 @@ class BlockSession(Session):
             tokens, parents, valid, score = from_marginals(log_probs, context.nodes, lengths)
             confidence = score.exp().to(tokens.device, torch.float32)
             return Draft(self.drafter.target_ids(tokens), parents, valid, confidence=confidence, evidence=block)
-        # The chance that the slots up to this one all hold: their largest marginals, known before any token is drawn.
-        confidence = (logits.amax(-1) - logits.logsumexp(-1)).float().cumsum(-1).exp().nan_to_num(0)
+        # The chance that the slots up to this one all hold, known before any token is drawn: by the head that was
+        # trained to tell (which reads no token where no corrector is), or their largest marginals.
+        if (head := self.drafter.confidence) is not None:
+            block = replace(block, confidence=head(None, block.hidden, None))
+            confidence = head.survival(block.confidence)
+        else:
+            confidence = (logits.amax(-1) - logits.logsumexp(-1)).float().cumsum(-1).exp().nan_to_num(0)
         law = None
         if context.do_sample and config.draft_sampling:
             tokens, law = self.drafter.draw(self.view, logits, context)
@@ -162,13 +119,13 @@ class BlockSession(Session):
         """Some slots of one pass over the whole block as trained.
 
         ids: [B, block_size] what the block holds, by default the anchor and masks. The context is read in at the first
-        pass of a round; further ones find it there.
+        pass of a round; further ones find it there, with what the draft alone reads.
         """
         drafter, config = self.drafter, self.drafter.config
         if ids is None:
             ids = torch.full((len(context.lengths), config.block_size), config.mask_token_id, device=drafter.device)
             ids[:, 0] = context.anchor
-        pending = self._take_pending()
+        new, lasting = self._take_context()
         start = torch.tensor(context.position, device=drafter.device)
         out = drafter(
             inputs_embeds=drafter.embed(ids, self.view),
@@ -176,15 +133,31 @@ class BlockSession(Session):
             cache=self.cache,
             slots=slots,
             head=False,
-            **pending,
+            **new,
         )
-        if self.memory is not None and out.context is not None:
-            self.memory.observe(out.context, pending["feature_positions"], pending["counts"])
+        if self.memory is not None and any(lasting):
+            self.memory.observe(out.context, new["feature_positions"], lasting)
         logits = drafter.logits(self.view, out.last_hidden_state)
         return Block(logits, drafter.draft_ids, out.last_hidden_state, context.anchor.to(drafter.device), self.memory)
 
+    def _take_context(self) -> tuple[dict, list[int]]:
+        """What the next pass reads in (arguments of `draft_pass`), and how much of it lasts in each row: the context
+        heard of, behind which stands what this draft alone reads."""
+        lasting = [sum(row) for row in zip(*(piece.counts for piece in self.pending))]
+        if self.carrying is None:
+            new, self.temporary = {**self.temporary, **self._take_pending()}, {}
+            return new, lasting
+        lasting = lasting or [0] * len(self.heard)
+        self.pending.append(self.carrying)
+        self.carrying = None
+        new = self._take_pending()
+        device = new["feature_positions"].device
+        column = torch.arange(new["feature_positions"].shape[1], device=device)
+        new["carried"] = column >= torch.tensor(lasting, device=device)[:, None]
+        return new, lasting
+
     def _take_pending(self) -> dict:
-        """The waiting features as one left-justified piece (arguments of `forward`), which are then known."""
+        """The waiting features as one left-justified piece (arguments of `draft_pass`), which are then known."""
         if not self.pending:
             return {}
         pieces, self.pending = self.pending, []

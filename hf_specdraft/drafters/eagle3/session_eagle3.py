@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from ...draft import Commit, Context, Draft, Law
 from ...verification import argmax
 from ..base import TargetView
-from ..block.session_block import BlockSession, ContextCache, writable
+from ..block.context_cache import ContextCache, writable
+from ..block.session_block import BlockSession
 
 if TYPE_CHECKING:
     from .modeling_eagle3 import Eagle3Drafter
