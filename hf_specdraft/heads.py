@@ -30,6 +30,7 @@ from .parts import Part
 from .verification import sample
 
 if TYPE_CHECKING:
+    from .confidence import ConfidenceHead
     from .correctors import Corrector
 
 
@@ -88,8 +89,13 @@ class HeadedDrafter(Drafter):
         elif config.own_head:
             self.lm_head = nn.Linear(config.hidden_size, rows, bias=False)
         self.corrector: Corrector | None = None  # what a family's config may name
+        self.confidence: ConfidenceHead | None = None  # likewise
         ids = torch.arange(config.draft_vocab_size) if config.draft_vocab_size else None
         self.register_buffer("draft_ids", ids, persistent=True)
+
+    def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
+        # In code that is not its own, upstream passes over modules without parameters of their own, as most parts are.
+        super()._initialize_weights(module, is_custom_code and not isinstance(module, Part))
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
@@ -156,11 +162,14 @@ class HeadedDrafter(Drafter):
         return self.target_ids(drawn), Law(probs, ids, torch.ones(len(probs), dtype=torch.bool))
 
 
-def read_vocabulary_map(state: dict[str, Tensor], rows: int, vocab_size: int) -> bool:
+def read_vocabulary_map(
+    state: dict[str, Tensor], rows: int, vocab_size: int, per_token: tuple[str, ...] = ("lm_head.weight",)
+) -> bool:
     """Turn a published checkpoint's `d2t` and `t2d` into `draft_ids`, in place; whether there was a `d2t`.
 
     d2t: [K] int64, head row j is token j + d2t[j]. t2d: [V] bool, true for the same tokens; it may be absent. Head
-    rows that are not in ascending order of their tokens are put in it. Raises ValueError when the maps are broken.
+    rows that are not in ascending order of their tokens are put in it, in all tensors that `per_token` names. Raises
+    ValueError when the maps are broken.
     """
     d2t, t2d = state.pop("d2t", None), state.pop("t2d", None)
     if d2t is None:
@@ -171,8 +180,9 @@ def read_vocabulary_map(state: dict[str, Tensor], rows: int, vocab_size: int) ->
     state["draft_ids"], order = ids.sort()
     if t2d is not None and (len(t2d) != vocab_size or not torch.equal(t2d.nonzero().flatten(), state["draft_ids"])):
         raise ValueError("d2t and t2d name different tokens: the file's vocabulary mapping is broken")
-    if "lm_head.weight" in state and not torch.equal(ids, state["draft_ids"]):
-        state["lm_head.weight"] = state["lm_head.weight"][order]
+    for name in per_token:
+        if name in state and not torch.equal(ids, state["draft_ids"]):
+            state[name] = state[name][order]
     return True
 
 
