@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from .correctors import Corrector
-    from .drafters.base import Drafter
-    from .heads import HeadConfig
+    from .drafters.base import Drafter, TargetView
+    from .heads import HeadConfig, HeadedDrafter
     from .training.records import Unrolled
 
 # What calibration tries, the mildest first, so that nothing is changed for nothing.
@@ -32,7 +32,8 @@ class ConfidenceHead(Part):
     """A linear estimate of the chance that a slot's draft is accepted, given that those before it were (DSpark
     2607.05147).
 
-    with_markov: it also reads the Markov head's row of the token before the slot; without it, no drafted token.
+    with_markov: it also reads the corrector's `codes` of the token before the slot (a Markov head's row); without it,
+        no drafted token.
     temperatures: one a slot, by which the logits are divided (`calibrate`); the last holds for all further slots.
 
     Its training term "confidence" is the cross entropy with the exact acceptance of rejection sampling, 1 - TV of the
@@ -51,8 +52,8 @@ class ConfidenceHead(Part):
         super().__init__()
         if with_markov and not hasattr(corrector, "codes"):
             raise ValueError(
-                "confidence.with_markov reads a Markov head; give the drafter corrector={'name': 'markov'}, or leave "
-                "with_markov out"
+                "confidence.with_markov reads a Markov head or prefix attention; give the drafter one as its corrector "
+                "({'name': 'markov'}), or leave with_markov out"
             )
         if temperatures is not None and not (len(temperatures) and all(t > 0 for t in temperatures)):
             raise ValueError(f"confidence.temperatures must be numbers above 0, one a slot, got {temperatures!r}")
@@ -64,11 +65,11 @@ class ConfidenceHead(Part):
         """`Draft.confidence_kind` of its estimates along a chain."""
         return "pre" if self.with_markov else "prior"
 
-    def forward(self, corrector: Corrector | None, hidden: Tensor, previous: Tensor | None) -> Tensor:
+    def forward(self, drafter: HeadedDrafter, view: TargetView, hidden: Tensor, previous: Tensor | None) -> Tensor:
         """[...] logits, before calibration, of slots' states [..., H] and the target ids [...] before them (read by
         with_markov alone)."""
         if self.with_markov:
-            hidden = torch.cat((hidden, corrector.codes(previous)), -1)
+            hidden = torch.cat((hidden, drafter.corrector.codes(drafter, view, previous)), -1)
         return self.proj(hidden)[..., 0]
 
     def survival(self, logits: Tensor) -> Tensor:
@@ -79,9 +80,9 @@ class ConfidenceHead(Part):
             logits = logits / logits.new_tensor([self.temperatures[slot] for slot in slots])
         return F.logsigmoid(logits).cumsum(1).exp().nan_to_num(0)
 
-    def teach(self, corrector: Corrector | None, unrolled: Unrolled, scored: Scored) -> None:
+    def teach(self, drafter: HeadedDrafter, view: TargetView, unrolled: Unrolled, scored: Scored) -> None:
         """Add the term to what the slots say."""
-        logits = self(corrector, unrolled.hidden, unrolled.previous)
+        logits = self(drafter, view, unrolled.hidden, unrolled.previous)
 
         def term(teacher: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
             with torch.no_grad():

@@ -53,7 +53,7 @@ class MarkovHead(Corrector):
         initialization.normal_(self.markov_w1.weight, std=self.rank**-0.5)
         initialization.zeros_(self.markov_w2.weight)
 
-    def codes(self, tokens: Tensor) -> Tensor:
+    def codes(self, drafter: HeadedDrafter, view: TargetView, tokens: Tensor) -> Tensor:
         """[...] target ids -> [..., r] rows of W1; ids beyond it (padding of the target's vocabulary) get the last."""
         return self.markov_w1(tokens.clamp(max=self.markov_w1.num_embeddings - 1))
 
@@ -62,13 +62,13 @@ class MarkovHead(Corrector):
         return replace(state, carry=self._nothing(block.hidden[:, 0]))
 
     def step(self, state: State, slot: int, previous: Tensor) -> tuple[Scores, State]:
-        block = state.block
-        code, carry = self._read(block.hidden[state.rows, slot], self.codes(previous), state.carry)
+        block, codes = state.block, self.codes(state.drafter, state.view, previous)
+        code, carry = self._read(block.hidden[state.rows, slot], codes, state.carry)
         logits = plus(block.logits[state.rows, slot], self.markov_w2(code))
         return Scores(logits), replace(state, carry=carry)
 
     def teach(self, drafter: HeadedDrafter, view: TargetView, unrolled: Unrolled, base: Tensor) -> Scored:
-        hidden, codes = unrolled.hidden, self.codes(unrolled.previous)
+        hidden, codes = unrolled.hidden, self.codes(drafter, view, unrolled.previous)
         if self.kind == "rnn":
             carry, read = self._nothing(hidden[:, 0]), []
             for slot in range(hidden.shape[1]):

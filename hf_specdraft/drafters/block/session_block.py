@@ -104,7 +104,7 @@ class BlockSession(Session):
         # The chance that the slots up to this one all hold, known before any token is drawn: by the head that was
         # trained to tell (which reads no token where no corrector is), or their largest marginals.
         if (head := self.drafter.confidence) is not None:
-            block = replace(block, confidence=head(None, block.hidden, None))
+            block = replace(block, confidence=head(self.drafter, self.view, block.hidden, None))
             confidence = head.survival(block.confidence)
         else:
             confidence = (logits.amax(-1) - logits.logsumexp(-1)).float().cumsum(-1).exp().nan_to_num(0)
