@@ -4,6 +4,8 @@
 | --- | --- | --- |
 | markov | what the token before says, by a low-rank table (vanilla, gated, rnn) | DSpark 2607.05147 |
 | gru | what a GRU over the block's tokens so far says | Domino 2605.29707 |
+| lilicorr | how well neighbouring candidates fit, by attention among all of them | LiLiCorr 2608.20530 |
+| selector | how well neighbouring candidates fit, by codes of each and the slot's state | DFlash 2, DCOCO |
 """
 
 from __future__ import annotations

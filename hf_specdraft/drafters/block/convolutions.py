@@ -71,7 +71,7 @@ class BlockConvolution(Part):
 
 
 def build(config: BlockConfig) -> BlockConvolution:
-    """The convolution around one sublayer that `config.convolution` describes. Raises ValueError for unknown options."""
+    """The convolution around one sublayer, as `config.convolution` says. Raises ValueError for unknown options."""
     accepted = list(inspect.signature(BlockConvolution.__init__).parameters)[2:]
     unknown = sorted(set(config.convolution) - set(accepted))
     if unknown:
