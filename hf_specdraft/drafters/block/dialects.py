@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ...heads import read_vocabulary_map
 from ..checkpoints import HUB_KEYS, Keys, network_fields, read_tensors
+from . import dialects_lattice
 
 
 def dialect_of(config: dict) -> str | None:
@@ -27,7 +28,7 @@ def dialect_of(config: dict) -> str | None:
         return "speculators" if config["speculators_model_type"] in ("dflash", "dspark") else None
     if config.get("model_type") == "muse_glimmer_assistant":
         return "transformers"
-    if architecture in ("DFlashDraftModel", "DFlash2DraftModel", "DominoDraftModel", "DSparkDraftModel"):
+    if architecture in ("DFlashDraftModel", "DominoDraftModel", "DSparkDraftModel", *dialects_lattice.ARCHITECTURES):
         return "z-lab"
     if architecture.endswith("DSparkModel") or ("num_anchors" in config and "mask_token_id" in config):
         return "deepspec"
@@ -40,13 +41,15 @@ def read(name_or_path, config: dict, fields: dict, hub: dict) -> tuple[dict, dic
     fields: BlockConfig fields that overrule the reader's. hub: keyword arguments of from_pretrained, of which those
     that locate files are used. Raises ValueError for what cannot be told or done, OSError for missing files.
     """
+    config, parts = dialects_lattice.split(config)
     _refuse_relatives(config)
     keys = Keys(config)
     dialect = {"z-lab": _zlab, "transformers": _transformers, "deepspec": _deepspec, "speculators": _speculators}
     state = read_tensors(name_or_path, **{key: hub[key] for key in HUB_KEYS if key in hub})
+    dialects_lattice.rename(state)
     values = dialect[dialect_of(config)](keys, state)
     keys.close()
-    values = {"dtype": config.get("dtype") or config.get("torch_dtype"), **values, **fields}
+    values = {"dtype": config.get("dtype") or config.get("torch_dtype"), **values, **parts, **fields}
     if values.get("sliding_rule", "") is None:
         raise ValueError(
             "this layout is written by z-lab (whose reference gives the window of sliding layers no effect) and by "
