@@ -7,6 +7,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from ...heads import HeadConfig
+from .editing import CavityGate
 
 # What the window of a "sliding_attention" layer hides (positions are absolute, W = sliding_window, i query, j key).
 SLIDING_RULES = {
@@ -46,6 +47,12 @@ class BlockConfig(HeadConfig):
     max_stages: blocks that may be drafted before one verification (DLoop, 2610.07659). Trees have one.
     stage_threshold: go on while the newest block's tokens have together a log-probability above it.
     stage_adapter: whether own states pass a linear layer (which starts as the identity) before later stages read them.
+    edit_passes: passes that read the drafted block again and may change it (DEdit, 2609.38510); 0 for none.
+    edit_early_exit: end them where no row of the pass changed. The same drafts, for one wait for the device per pass.
+    edit_type_embedding: whether drafted tokens bear a mark of their own (`editing.EditEmbedding`).
+    edit_sampling: when the request samples, "law": draw from the last pass's marginals; "argmax": a point draft.
+    edit_gate: "cavity", or {"name": "cavity", and options of `editing.CavityGate`}: keep the round's draft of lowest
+        energy (DRLM), a point draft; None: the last pass's. Needs two edit passes, one to judge what the other made.
     corrector: {"name": ..., and its options}: makes the slots' tokens fit each other (`correctors`), None for none.
     draft_sampling: when the request samples, draw the draft from the warped marginals (and verify by its exact law)
         instead of taking the argmax.
@@ -87,6 +94,11 @@ class BlockConfig(HeadConfig):
     max_stages: int = 1
     stage_threshold: float = -0.5
     stage_adapter: bool = False
+    edit_passes: int = 0
+    edit_early_exit: bool = True
+    edit_type_embedding: bool = False
+    edit_sampling: str = "law"
+    edit_gate: str | dict | None = None
     corrector: dict | None = None
 
     # None: as many as the stages give.
@@ -108,6 +120,14 @@ class BlockConfig(HeadConfig):
         _require(
             self.num_assistant_tokens <= most,
             f"num_assistant_tokens {self.num_assistant_tokens} is more than the {most} of max_stages {self.max_stages}",
+        )
+        _require(self.edit_passes >= 0, f"edit_passes must be 0 or more, got {self.edit_passes}")
+        _require(
+            self.edit_sampling in ("law", "argmax"), f"edit_sampling must be law or argmax, got {self.edit_sampling!r}"
+        )
+        _require(
+            self.gate is None or self.edit_passes >= 2,
+            "edit_gate needs edit_passes of 2 or more: a draft's energy is known to the pass after it",
         )
         _require(
             bool(self.target_layer_ids) or self.reads_final,
@@ -160,7 +180,18 @@ class BlockConfig(HeadConfig):
     @property
     def unroll_mode(self) -> str:
         """The mode of the unroll (`unroll_block`) that drafts as decoding does with these fields."""
-        return "plain"
+        return "edit" if self.edit_passes else "plain"
+
+    @property
+    def gate(self) -> CavityGate | None:
+        """The gate between edit passes."""
+        return None if self.edit_gate is None else CavityGate.of(self.edit_gate, self.num_drafts)
+
+    @property
+    def draws_marginals(self) -> bool:
+        """Whether a draft of the slots' own marginals is drawn from them when the request samples."""
+        edits_drawn = not self.edit_passes or (self.edit_sampling == "law" and self.edit_gate is None)
+        return self.draft_sampling and edits_drawn
 
     @property
     def window_acts(self) -> bool:

@@ -21,6 +21,7 @@ from ..base import TargetView
 from . import convolutions, dialects, exports
 from .configuration_block import BlockConfig
 from .context_cache import ContextCache
+from .editing import EditEmbedding
 from .session_block import BlockSession
 from .stages import OwnStates
 from .unroll_block import resolve_mode, unroll_block
@@ -163,6 +164,7 @@ class BlockDrafter(HeadedDrafter):
         self.layers = nn.ModuleList(BlockLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = BlockRotaryEmbedding(config)
+        self.edit_embedding = EditEmbedding(config) if config.edit_type_embedding else None
         self.add_head()
         if config.corrector is not None:
             self.corrector = correctors.build(config, config.corrector)
@@ -210,6 +212,14 @@ class BlockDrafter(HeadedDrafter):
         if self.own_states is None:
             return self.hidden_norm(hidden)
         return self.own_states(hidden, stages, self.hidden_norm)
+
+    def embed_blocks(self, ids: Tensor, view: TargetView | None = None) -> Tensor:
+        """[..., block_size] ids of whole blocks -> [..., block_size, H]."""
+        embeddings = self.embed(ids.flatten(0, -2), view).unflatten(0, ids.shape[:-1])
+        if self.edit_embedding is None:
+            return embeddings
+        drafted = (ids != self.config.mask_token_id) & (torch.arange(ids.shape[-1], device=ids.device) > 0)
+        return self.edit_embedding(embeddings, drafted)
 
     @torch.no_grad()
     def start_from(self, view: TargetView, batches: Iterable[TrainingBatch]) -> None:

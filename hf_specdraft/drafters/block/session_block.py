@@ -14,6 +14,7 @@ from ...trees import from_marginals
 from ...verification import argmax
 from ..base import Session, TargetView
 from .context_cache import ContextCache, ragged
+from .editing import edited_block
 from .stages import draft_stages
 
 if TYPE_CHECKING:
@@ -88,7 +89,10 @@ class BlockSession(Session):
         config = self.drafter.config
         depth = min(max(context.lengths), config.num_drafts)
         lengths = [min(length, depth) for length in context.lengths]
-        block = self.block_pass(context, slice(config.first_slot, config.first_slot + depth))
+        if config.edit_passes:
+            block = edited_block(self, context, depth)
+        else:
+            block = self.block_pass(context, slice(config.first_slot, config.first_slot + depth))
         if self.drafter.corrector is not None:
             return walkers.walk(self.drafter, self.view, self.drafter.corrector, block, context, lengths)
         return self._marginal(block, context, lengths)
@@ -109,7 +113,7 @@ class BlockSession(Session):
         else:
             confidence = (logits.amax(-1) - logits.logsumexp(-1)).float().cumsum(-1).exp().nan_to_num(0)
         law = None
-        if context.do_sample and config.draft_sampling:
+        if context.do_sample and config.draws_marginals:
             tokens, law = self.drafter.draw(self.view, logits, context)
         else:
             tokens = self.drafter.target_ids(argmax(logits))
@@ -128,7 +132,7 @@ class BlockSession(Session):
         new, lasting = self._take_context()
         start = torch.tensor(context.position, device=drafter.device)
         out = drafter(
-            inputs_embeds=drafter.embed(ids, self.view),
+            inputs_embeds=drafter.embed_blocks(ids, self.view),
             position_ids=start[:, None] + torch.arange(config.block_size, device=drafter.device),
             cache=self.cache,
             slots=slots,

@@ -1,7 +1,7 @@
 """Training blocks: one at each of many anchors of a batch, all in one pass over context that is computed once.
 
 Further modes, of drafters that pass over a block more than once, are modules `unroll_<mode>` beside this one; they are
-found by looking. Each has `unroll(reading, generator, **options) -> Unrolled`.
+found by looking. Each has `unroll(reading, generator, **options) -> Unrolled`, and may have `check(**options)`.
 """
 
 from __future__ import annotations
@@ -73,29 +73,25 @@ def unroll_plain(reading: Reading, generator: torch.Generator | None) -> Unrolle
     return reading.unrolled(reading.states(reading.masked()))
 
 
-def modes() -> dict[str, Callable[..., Unrolled]]:
-    """Every mode of the unroll by name."""
-    found = {"plain": unroll_plain}
-    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
-        name = module.name.removeprefix("unroll_")
-        if name not in (module.name, "block"):
-            found[name] = importlib.import_module(f"{__package__}.{module.name}").unroll
-    return found
-
-
 def resolve_mode(mode: str | dict[str, Any]) -> tuple[Callable[..., Unrolled], dict[str, Any]]:
-    """A mode as a recipe gives it -> its function and options. Raises ValueError for unknown ones."""
+    """A mode as a recipe gives it -> its function and options. Raises ValueError for unknown ones, and for values that
+    the mode's module refuses by a `check(**options)`."""
+    modules = [module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)])]
+    known = {"plain", *(name.removeprefix("unroll_") for name in modules if name.startswith("unroll_"))} - {"block"}
     options = {"name": mode} if isinstance(mode, str) else dict(mode)
-    name, known = options.pop("name", None), modes()
+    name = options.pop("name", None)
     if name not in known:
         raise ValueError(f"unroll.mode must be one of {', '.join(sorted(known))}, got {name!r}")
-    accepted = list(inspect.signature(known[name]).parameters)[2:]
+    module = None if name == "plain" else importlib.import_module(f"{__package__}.unroll_{name}")
+    unroll = unroll_plain if module is None else module.unroll
+    accepted = list(inspect.signature(unroll).parameters)[2:]
     unknown = sorted(set(options) - set(accepted))
     if unknown:
         raise ValueError(
             f"unroll.mode {name} has no option {', '.join(unknown)}; it has {', '.join(accepted) or 'none'}"
         )
-    return known[name], options
+    getattr(module, "check", lambda **given: None)(**options)
+    return unroll, options
 
 
 class Reading:
@@ -151,7 +147,7 @@ class Reading:
         if not self.keys:
             new = {"features": self.batch.features.to(drafter.dtype), "feature_positions": self.batch.position_ids}
         out = drafter.draft_pass(
-            inputs_embeds=drafter.embed(ids.flatten(1), self.view) if embeddings is None else embeddings.flatten(1, 2),
+            inputs_embeds=(drafter.embed_blocks(ids, self.view) if embeddings is None else embeddings).flatten(1, 2),
             position_ids=self.blocks.positions,
             cache=self,
             attention_mask=self.masks,
