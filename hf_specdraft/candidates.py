@@ -15,7 +15,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from .draft import Commit, Context
 from .drafters.base import Drafter, TargetView
-from .policies import Settings
+from .policies import Settings, threshold_of
 from .rows import Stops
 from .sampling import CALL_ORDER
 
@@ -53,7 +53,7 @@ class DraftCandidates(CandidateGenerator):
         view = TargetView(model)
         drafter.check(view)
         settings = Settings.of(config)
-        self.threshold = settings.confidence_threshold
+        self.threshold = threshold_of(settings, drafter)
         self.length = settings.length or drafter.config.num_assistant_tokens
         self.max_length = config.max_length
         self.session = drafter.start(view, 1)
@@ -71,8 +71,12 @@ class DraftCandidates(CandidateGenerator):
         room = min(self.length, self.max_length - self.seen - 1)
         if room < 1:
             return input_ids, None
-        context = Context(input_ids[:, -1], [self.seen - 1], [room], room, confidence_threshold=self.threshold)
+        context = Context(input_ids[:, -1], [self.seen - 1], [room], room)
+        if self.threshold is not None:
+            context.more = self.threshold.more
         draft = self.session.propose(context)
+        if self.threshold is not None:
+            draft = self.threshold.cut(draft, [True])
         count = int(draft.valid[0].sum())
         return torch.cat([input_ids, draft.tokens[:, :count].to(input_ids.device)], dim=-1), None
 

@@ -14,7 +14,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from . import policies, trees
-from .draft import Commit, Context, Draft, Verdict
+from .draft import Commit, Context, Draft, Partial, Verdict
 from .drafters.base import Drafter, Session, TargetView
 from .policies import FixedLength, PaysOff, Policy, Settings, Situation, costs_of, nominal_costs
 from .recording import Recorder
@@ -97,6 +97,7 @@ class _Call:
         self.start, self.prompt_lengths = list(self.target.rows.start), self.target.rows.lengths
         self.context_columns = self.target.rows.columns
         self.policy = self._policy(synced)
+        self.threshold = policies.threshold_of(self.settings, self.drafter)
         self.session, known = _resume_or_start(cache, past, self.drafter, self.view, self._prompts(input_ids))
         empty = Draft.empty(len(self.active), self.device)
         logits = outputs.logits[:, -1:]
@@ -183,12 +184,21 @@ class _Call:
         draft = _checked(draft, context)
         nodes = int(draft.valid.sum())
         self.stats.drafted += nodes
+        if self.threshold is not None:
+            draft = self.threshold.cut(draft, [length > 0 for length in room])
         draft = self.policy.cut(draft, [length > 0 for length in room])
         self.stats.paused_rounds += nodes > 0 and not draft.shape[1]
         counts = draft.valid.sum(1).tolist()
         offered = counts if draft.is_chain else torch.where(draft.valid, draft.depth, 0).amax(1).tolist()
         self.stats.offer(offered, sum(counts))
         return draft, offered
+
+    def _more(self, partial: Partial) -> list[bool]:
+        """What the policy says of going on, and the caller's own threshold."""
+        going = self.policy.more(partial)
+        if self.threshold is None:
+            return going
+        return [a and b for a, b in zip(going, self.threshold.more(partial))]
 
     def _context(self, lengths: list[int]) -> Context:
         nodes = max(lengths)
@@ -204,8 +214,7 @@ class _Call:
             tree=tree,
             do_sample=self.scorer.do_sample,
             warp=self.scorer.warp,
-            confidence_threshold=self.settings.confidence_threshold,
-            more=self.policy.more,
+            more=self._more,
             free_only=self.policy.free_only,
         )
 

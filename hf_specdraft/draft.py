@@ -129,6 +129,8 @@ class Block:
     hidden: [B, S, H] the states the logits were made from.
     anchor: [B] the token the block continues.
     memory: what the corrector has kept of the context (`correctors.Memory`), None when it keeps nothing.
+    confidence: [B, S'] logits of the confidence head along the chain drafted from it, before calibration; None without.
+    share: [B] how much of the block its length head finds worth verifying, None without one.
     """
 
     logits: Tensor
@@ -136,6 +138,8 @@ class Block:
     hidden: Tensor
     anchor: Tensor
     memory: Any = None
+    confidence: Tensor | None = None
+    share: Tensor | None = None
 
 
 @dataclass
@@ -188,7 +192,7 @@ class Partial:
     """A draft that could go on, at the latest of its tokens: what `Policy.more` decides by.
 
     step: tokens drafted so far in each row that goes on. tokens: [B] the latest. logits: [B, K] it was taken from,
-    unwarped. hidden: [B, H] what those logits were made from, None where the drafter does not tell.
+    warped where it was drawn. hidden: [B, H] what those logits were made from, None where the drafter does not tell.
     fed: [B, H] the network's state after the token before the latest one, which tells how good that one was
         (SpecDec++); None likewise.
     chances: [B, n] of a drafter that drafts by the block: the probabilities it gave to the tokens drafted since it was
@@ -203,6 +207,8 @@ class Partial:
     fed: Tensor | None = None
     chances: Tensor | None = None
     own: list[bool] | None = None
+    # [K] ascending target ids of the logits, None when they are the target's own.
+    ids: Tensor | None = None
 
     def follow(self) -> list[bool]:
         """The rows that the drafter itself would go on with: all where it has no rule."""
@@ -230,8 +236,6 @@ class Context:
     tree: bool = False
     do_sample: bool = False
     warp: Any = field(default=lambda scores: scores)
-    # Stop drafting after a token drafted with less confidence than this (assistant_confidence_threshold), when given.
-    confidence_threshold: float | None = None
     # `Policy.more`: asked after each token of a draft that could go on; which rows draft on.
     more: Callable[[Partial], list[bool]] = Partial.follow
     # The network does not pay at present: only what is drafted without it is wanted.

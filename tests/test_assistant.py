@@ -15,6 +15,7 @@ from hf_specdraft import AutoDrafter, policies
 from hf_specdraft.draft import Commit, Context
 from hf_specdraft.drafters.assistant import AssistantConfig, AssistantDrafter, AssistantSession
 from hf_specdraft.drafters.base import TargetView
+from hf_specdraft.policies import Threshold
 
 GREEDY = dict(do_sample=False, max_new_tokens=24)
 
@@ -85,23 +86,29 @@ def test_proposals_equal_those_of_a_fresh_session(make):
 
 
 def test_an_unsure_token_ends_the_draft_but_stays_in_it():
-    drafter = drafter_for(confidence_threshold=0.999)
+    drafter, stop = drafter_for(), Threshold(0.999)
     session = drafter.start(TargetView(tiny_llama()), 1)
     session.observe(Commit([[5, 6, 7]]))
-    draft = session.propose(Context(torch.tensor([7]), [2], [5], 5))
+    draft = session.propose(Context(torch.tensor([7]), [2], [5], 5, more=stop.more))
     assert draft.valid.sum() == 1 and draft.confidence[0, 0].item() < 0.999
     session.observe(Commit([[9]]))
-    sampled = session.propose(Context(torch.tensor([9]), [3], [5], 5, do_sample=True))
+    sampled = session.propose(Context(torch.tensor([9]), [3], [5], 5, do_sample=True, more=stop.more))
+    assert 0 < sampled.valid.sum() < 5
     assert sampled.law.rows.all(), "stopping after the token keeps the row's law"
 
 
-def test_threshold_given_to_generate_acts():
+@pytest.mark.parametrize("in_config", [False, True])
+def test_threshold_given_to_generate_acts(in_config):
     target, drafter = tiny_llama(), drafter_for()
     ids, _ = padded([8])
     run = lambda **kwargs: target.generate(  # noqa: E731
         ids, assistant_model=drafter, return_dict_in_generate=True, **GREEDY, **kwargs
     )
-    assert run(assistant_confidence_threshold=0.9999).speculation.drafted < run().speculation.drafted
+    drafted = run().speculation.drafted
+    given = {"assistant_confidence_threshold": 0.9999}
+    if in_config:
+        drafter.config.confidence_threshold, given = 0.9999, {}
+    assert run(**given).speculation.drafted < drafted
 
 
 @pytest.mark.parametrize("nodes, rounds", [(3, 6), (9, 4)])

@@ -12,6 +12,7 @@ from transformers.generation.logits_process import TopKLogitsWarper
 from hf_specdraft.draft import Commit, Context, Features
 from hf_specdraft.drafters import AutoDrafter, TargetView
 from hf_specdraft.drafters.eagle3 import Eagle3Config, Eagle3Drafter, Eagle3Session
+from hf_specdraft.policies import Threshold
 
 WIDTH = 64  # two layers' states of a target of hidden size 32
 FORMS = {
@@ -204,7 +205,7 @@ def test_drafting_stops_after_an_unsure_token(view):
     sure = session.propose(context([0, 1], [6, 3]))
     chances = sure.confidence / torch.nn.functional.pad(sure.confidence[:, :-1], (1, 0), value=1.0)
     threshold = float(chances.flatten().sort().values[3]) + 1e-6
-    draft = session.propose(context([0, 1], [6, 3], confidence_threshold=threshold))
+    draft = session.propose(context([0, 1], [6, 3], more=Threshold(threshold).more))
     for b in range(2):
         unsure = (chances[b] < threshold).nonzero().flatten().tolist()
         want = unsure[0] + 1 if unsure else 4
@@ -223,7 +224,7 @@ def test_drawn_chains_come_with_the_law_they_were_drawn_from(form, view):
     session.observe(commit([(0, 0, 6), (1, 0, 3)], first=True))
     warper = TopKLogitsWarper(7)
     draft = session.propose(context([0, 1], [6, 3], do_sample=True, warp=lambda scores: warper(None, scores)))
-    assert draft.law.rows.all() and draft.confidence is None
+    assert draft.law.rows.all() and draft.confidence_kind == "pre"
     for b, anchor in enumerate([6, 3]):
         tokens = draft.tokens[b].tolist()
         with torch.no_grad():

@@ -21,6 +21,7 @@ from hf_specdraft.draft import Commit, Context
 from hf_specdraft.drafters import AutoDrafter, TargetView
 from hf_specdraft.drafters.ngram import NgramConfig, NgramDrafter, SharedPool, matcher
 from hf_specdraft.drafters.ngram.matcher import SEPARATOR, Text
+from hf_specdraft.policies import Threshold
 
 STREAM = Path(__file__).parent / "fixtures" / "suffix" / "stream.json"
 
@@ -269,7 +270,7 @@ def test_trees_only_where_both_sides_want_them():
 def test_a_confidence_threshold_cuts():
     session = session_of([1, 2, 3, 4, 1, 2])
     all_of_it = session.propose(context_of(session, [4]))
-    cut = session.propose(context_of(session, [4], confidence_threshold=float(all_of_it.confidence[0, 1]) - 1e-6))
+    cut = Threshold(float(all_of_it.confidence[0, 1]) - 1e-6).cut(all_of_it, [True])
     assert drafted(all_of_it) == [3, 4, 1, 2] and drafted(cut) == [3, 4]
 
 

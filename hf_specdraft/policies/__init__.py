@@ -17,6 +17,7 @@ from .costs import Costs, costs_of, nominal_costs
 from .fixed import FixedLength
 from .pays_off import PaysOff
 from .settings import Settings
+from .stop_rules import Threshold
 
 __all__ = [
     "Costs",
@@ -25,11 +26,13 @@ __all__ = [
     "Policy",
     "Settings",
     "Situation",
+    "Threshold",
     "check",
     "costs_of",
     "known",
     "make",
     "nominal_costs",
+    "threshold_of",
 ]
 # Made by the loop itself, which knows what they need.
 BUILT_IN = ("auto", "fixed")
@@ -58,6 +61,12 @@ def check(policy: str | dict[str, Any]) -> None:
     unknown = sorted(set(options) - set(accepted))
     if unknown:
         raise ValueError(f"policy {name} has no option {', '.join(unknown)}; it has {', '.join(accepted) or 'none'}")
+
+
+def threshold_of(settings: Settings, drafter: Any) -> Threshold | None:
+    """The stop by confidence that the caller asks for, or else the drafter's config."""
+    threshold = settings.confidence_threshold or getattr(drafter.config, "confidence_threshold", 0.0)
+    return Threshold(threshold) if threshold else None
 
 
 def make(policy: str | dict[str, Any], situation: Situation) -> Policy:

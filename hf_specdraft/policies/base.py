@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ..draft import Draft, Partial
-from .costs import Costs
+from .costs import Costs, costs_of, nominal_costs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,6 +34,14 @@ class Situation:
     inner: FixedLength
     nodes: int = 0
     sampled: bool = False
+
+    def costs(self) -> Costs:
+        """What this call's rounds cost: measured (by the loop, while a policy's `costs` are not known), or by the
+        number of weights where drafts are drawn."""
+        depth = max(self.inner.lengths)
+        if self.sampled:
+            return nominal_costs(self.target, self.drafter, depth, self.nodes)
+        return costs_of(self.target, self.drafter, self.batch, self.columns, depth, self.nodes)
 
 
 class Policy:

@@ -5,6 +5,7 @@ B rows, L columns, A anchors, S slots (the tokens one draft has), H the drafter'
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -23,6 +24,8 @@ class TrainingBatch:
     features: [B, L, n*Ht] outputs of the drafter's `feature_layers` at each column, None for drafters that read none.
     last_hidden: [B, L, Ht] what the target's head reads; row t's law is about the token at t + 1. None where no
         objective asks for the target's law.
+    verify: (batch, anchors' columns [B, A], drafted tokens [B, A, K]) -> their features and the target's choices
+        (`training.verify.BranchVerifier`), for drafters that train on rejected rows; else None.
     """
 
     input_ids: Tensor
@@ -31,11 +34,12 @@ class TrainingBatch:
     loss_mask: Tensor
     features: Tensor | None = None
     last_hidden: Tensor | None = None
+    verify: Callable[[TrainingBatch, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
 
     def to(self, device: torch.device) -> TrainingBatch:
         """The same batch on a device."""
         tensors = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{k: None if v is None else v.to(device) for k, v in tensors.items()})
+        return replace(self, **{k: v.to(device) if isinstance(v, Tensor) else v for k, v in tensors.items()})
 
 
 @dataclass
@@ -66,6 +70,7 @@ class Unrolled:
     weight: [A] times the loss's weights of the slots, None for 1.
     drafts: [A] bool, the anchors that metrics are about, None for all: those that are drafted as in decoding. A family
         that trains an anchor several ways has it several times.
+    blocks: [A, B', H] states of all slots of each anchor's block, the anchor's own included, where a part reads them.
     losses: further scalar losses of the drafter's own parts, by name, already weighted.
     """
 
@@ -78,10 +83,11 @@ class Unrolled:
     context: Any = None
     weight: Tensor | None = None
     drafts: Tensor | None = None
+    blocks: Tensor | None = None
     losses: dict[str, Tensor] = field(default_factory=dict)
 
     def at(self, part: slice) -> Unrolled:
         """Some of the anchors."""
-        names = ("hidden", "labels", "rows", "mask", "anchors", "previous", "weight", "drafts")
+        names = ("hidden", "labels", "rows", "mask", "anchors", "previous", "weight", "drafts", "blocks")
         given = {name: getattr(self, name) for name in names}
         return replace(self, **{name: value if value is None else value[part] for name, value in given.items()})

@@ -12,6 +12,8 @@ class AssistantConfig(DrafterConfig):
         min(p, q) per token) or take its argmax.
     confidence_threshold: stop a draft after a token drawn with less probability than this; 0 never stops. The token
         itself is still verified, which is what keeps the output's law exact (verification.md, non-anticipation).
+    acceptance_head: options of a head that rates tokens once they were read (`acceptance.AcceptanceHead`, for the
+        policy "specdecpp"), {} for none of them; None for no head.
     """
 
     model_type = "specdraft_assistant"
@@ -20,6 +22,7 @@ class AssistantConfig(DrafterConfig):
     num_assistant_tokens: int = 5
     draft_sampling: bool = True
     confidence_threshold: float = 0.0
+    acceptance_head: dict | None = None
 
     def __post_init__(self, **kwargs):
         if isinstance(self.assistant_config, dict):

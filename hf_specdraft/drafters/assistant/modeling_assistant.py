@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
+from ... import acceptance
 from ...cache import RowCache, can_realign, record_past
-from ...draft import Commit, Context, Draft, Law
+from ...draft import Commit, Context, Draft, Law, Partial
+from ...parts import Scored
 from ...training.anchors import choose_anchors, following
 from ...training.features import TargetLaw
 from ...training.records import TrainingBatch, Unrolled
@@ -31,12 +33,13 @@ class AssistantDrafter(Drafter):
 
     config_class = AssistantConfig
     is_sequential = True
+    _keep_in_fp32_modules_strict = ["acceptance_head"]
 
     def __init__(self, config: AssistantConfig):
         super().__init__(config)
         if config.assistant_config is None:
             raise ValueError("AssistantConfig needs assistant_config; use AssistantDrafter.from_model(model)")
-        self.model = AutoModelForCausalLM.from_config(config.assistant_config)
+        self._take(AutoModelForCausalLM.from_config(config.assistant_config))
         self.post_init()
 
     @classmethod
@@ -53,10 +56,15 @@ class AssistantDrafter(Drafter):
             raise ValueError(f"{type(model).__name__} is no decoder-only language model")
         drafter = cls.__new__(cls)
         PreTrainedModel.__init__(drafter, AssistantConfig(assistant_config=model.config, **fields))
-        drafter.model = model
+        drafter._take(model)
         drafter.post_init()
         drafter.training = model.training
         return drafter
+
+    def _take(self, model: PreTrainedModel) -> None:
+        self.model = model
+        width = model.config.get_text_config(decoder=True).hidden_size
+        self.acceptance_head = acceptance.build(self.config.acceptance_head, width)
 
     def init_weights(self) -> None:
         """Nothing: the model was initialised and tied when it was made, and a loaded one must stay as it is."""
@@ -100,6 +108,7 @@ class AssistantDrafter(Drafter):
         batch: TrainingBatch,
         anchors: int | None = None,
         slots: int | None = 1,
+        mix: float = 0.15,
         generator: torch.Generator | None = None,
     ) -> Unrolled:
         """The assistant's states along the texts, as plain fine-tuning has them (FastDraft, 2411.11055).
@@ -107,6 +116,8 @@ class AssistantDrafter(Drafter):
         anchors: how many of each document (`choose_anchors`), all by default: they cost the vocabulary side only.
         slots: one, as a draft's later tokens are the first ones of later anchors. With None (num_assistant_tokens) the
             matches with the target's text are those of drafting, for `simulation.simulate`.
+        mix: share of the text's tokens in what an acceptance head learns from, the others being the assistant's own
+            (SpecDec++, 2405.19715).
         """
         batch = batch.to(self.device)
         real = batch.document_ids > 0
@@ -118,12 +129,38 @@ class AssistantDrafter(Drafter):
         known = tuple(index[real.flatten()] for index in place)
         rows = self.model.config.get_text_config(decoder=True).vocab_size
         ids[known], mask[known] = batch.input_ids[real].clamp(max=rows - 1), 1
-        states = self.model.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+        states = self._states(ids, mask)
+        context = None
+        if self.acceptance_head is not None:
+            written = torch.zeros_like(mask, dtype=torch.bool)
+            written[known] = batch.loss_mask[real]
+            context = self._mixture(view, ids, mask, states, written, mix, generator)
+            context = acceptance.Mixture(context.tokens[place], context.judged[place], context.states[place])
         starts = choose_anchors(batch, anchors, generator).flatten().nonzero().flatten()
         slots = self.config.num_assistant_tokens if slots is None else slots
         labels, before, valid = following(batch, starts, slots)
         hidden = states[tuple(index[before] for index in place)]
-        return Unrolled(hidden, labels, before, valid, anchors=starts)
+        return Unrolled(hidden, labels, before, valid, anchors=starts, context=context)
+
+    def _states(self, ids: Tensor, mask: Tensor) -> Tensor:
+        return self.model.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+
+    @torch.no_grad()
+    def _mixture(self, view, ids, mask, states, written, mix, generator) -> acceptance.Mixture:
+        """Of documents [D, W]: `written` tokens are replaced by the assistant's own draws, but for a share `mix`."""
+        drawn = ids.clone()
+        for row, state in zip(drawn, states):  # one document's logits at a time
+            law = self.logits(view, state[:-1]).float().softmax(-1).cpu()
+            row[1:] = torch.multinomial(law, 1, generator=generator)[:, 0].to(row.device)
+        judged = written & (torch.rand(ids.shape, generator=generator).to(ids.device) >= mix)
+        judged[:, 0] = False
+        return acceptance.Mixture(drawn, judged, self._states(drawn.where(judged, ids), mask))
+
+    def score(self, view: TargetView, unrolled: Unrolled) -> Scored:
+        scored = super().score(view, unrolled)
+        if unrolled.context is not None:
+            self.acceptance_head.teach(unrolled, scored)
+        return scored
 
     def logits(self, view: TargetView, hidden: Tensor) -> Tensor:
         raw = self.model.get_output_embeddings()(hidden)
@@ -191,33 +228,31 @@ class AssistantSession(Session):
 
     def propose(self, context: Context) -> Draft:
         self._forget_pending()
-        logits = self._catch_up(context.anchor.device)
+        logits, hidden = self._catch_up(context.anchor.device)
         # A chain, where a tree is wanted too: it has no more tokens than nodes are allowed.
         lengths = [min(length, context.nodes) for length in context.lengths]
         depth = max(lengths)
-        threshold = context.confidence_threshold or self.drafter.config.confidence_threshold
         drawn = context.do_sample and self.drafter.config.draft_sampling
         tokens, laws, confidence = [], [], []
         for step in range(depth):
             logits = logits[:, : self.vocab_size].float()
+            confidence.append(logits.amax(-1) - logits.logsumexp(-1))
             if drawn:
                 # Warpers may leave nothing of a vocabulary, or the assistant say NaN: then this is no law, and token 0.
-                law = context.warp(logits).softmax(-1)
+                logits = context.warp(logits)
+                law = logits.softmax(-1)
                 token = sample(law, torch.rand(len(law), device=law.device))
                 laws.append(law)
             else:
-                law = logits.softmax(-1) if threshold else None
                 token = argmax(logits)
             tokens.append(token)
-            if threshold:
+            if step + 1 < max(lengths):
                 # Stop AFTER an unsure token: it stays in the draft, so nothing is chosen by what was drawn.
-                sure = law.gather(1, token[:, None])[:, 0].nan_to_num(0)
-                confidence.append(sure)
-                unsure = (sure < threshold).tolist()
-                lengths = [min(n, step + 1) if u else n for n, u in zip(lengths, unsure)]
+                going = context.more(Partial(step + 1, token, logits, hidden, hidden))
+                lengths = [n if goes else min(n, step + 1) for n, goes in zip(lengths, going)]
             if step + 1 >= max(lengths):
                 break
-            logits = self._step(token)
+            logits, hidden = self._step(token)
             for guessed, t in zip(self.pending, token.tolist()):
                 guessed.append(t)
         stacked = torch.stack(tokens, dim=1)
@@ -225,7 +260,8 @@ class AssistantSession(Session):
             stacked.to(context.anchor.device),
             [min(n, len(tokens)) for n in lengths],
             law=Law(torch.stack(laws, dim=1), None, torch.ones(len(lengths), dtype=torch.bool)) if drawn else None,
-            confidence=torch.stack(confidence, dim=1).cumprod(1) if confidence else None,
+            confidence=torch.stack(confidence, dim=1).cumsum(1).exp().nan_to_num(0),
+            confidence_kind="pre",
         )
 
     def _forget_pending(self) -> None:
@@ -235,8 +271,8 @@ class AssistantSession(Session):
             self.rows.commit(width, [[] for _ in self.texts])
             self.pending = [[] for _ in self.texts]
 
-    def _catch_up(self, device: torch.device) -> Tensor:
-        """Feed every row's missing tokens; [B, Va] logits after each row's last."""
+    def _catch_up(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
+        """Feed every row's missing tokens; [B, Va] logits after each row's last, and [B, H] states (see `_forward`)."""
         missing = [text[fed:] for text, fed in zip(self.texts, self.fed)]
         counts, width = list(map(len, missing)), max(map(len, missing))
         first = self.rows.columns == 0
@@ -249,29 +285,34 @@ class AssistantSession(Session):
         positions = (start + torch.arange(width)).clamp(min=0)
         if first and min(counts) < width:
             mask = (torch.arange(width) >= width - torch.tensor(counts)[:, None]).long()
-        logits = self._forward(ids, mask, positions, 1 if first else width)
+        logits, hidden = self._forward(ids, mask, positions, 1 if first else width)
         if first:
             cache = self.rows.cache
             self.rows = RowCache(cache, len(counts), None if mask is None else mask.to(ids.device))
             self.rows.commit(0, [[] for _ in counts])
-            logits = logits[:, -1]
+            at = torch.full((len(counts),), -1, device=logits.device)
         else:
             self.rows.commit(width, [list(range(count)) for count in counts])
             at = torch.tensor(counts, device=logits.device) - 1
-            logits = logits[torch.arange(len(counts), device=logits.device), at]
         self.fed = [fed + count for fed, count in zip(self.fed, counts)]
-        return logits
+        row = torch.arange(len(counts), device=logits.device)
+        return logits[row, at], None if hidden is None else hidden[row, at]
 
-    def _step(self, token: Tensor) -> Tensor:
+    def _step(self, token: Tensor) -> tuple[Tensor, Tensor | None]:
         ahead = len(self.pending[0])
         ids = token[:, None].clamp(max=self.own_vocab - 1)
         positions = torch.tensor(self.fed)[:, None] + ahead
-        return self._forward(ids, self.rows.mask_for(ahead + 1), positions, 1)[:, -1]
+        logits, hidden = self._forward(ids, self.rows.mask_for(ahead + 1), positions, 1)
+        return logits[:, -1], None if hidden is None else hidden[:, -1]
 
-    def _forward(self, ids: Tensor, mask: Tensor | None, positions: Tensor, keep: int) -> Tensor:
+    def _forward(self, ids: Tensor, mask: Tensor | None, positions: Tensor, keep: int) -> tuple[Tensor, Tensor | None]:
+        """Logits of the last `keep` columns, and, for a drafter with an acceptance head, [B, W, H] of all columns what
+        the head of the assistant reads."""
         inputs = {"input_ids": ids, "attention_mask": None if mask is None else mask.to(ids.device)}
         if self.takes_positions:
             inputs["position_ids"] = positions.to(ids.device)
         if self.keeps_logits:
             inputs["logits_to_keep"] = keep
-        return self.model(**inputs, cache=self.rows.cache, use_cache=True).logits
+        rated = self.drafter.acceptance_head is not None
+        out = self.model(**inputs, cache=self.rows.cache, use_cache=True, output_hidden_states=rated)
+        return out.logits, out.hidden_states[-1] if rated else None

@@ -71,7 +71,7 @@ class TranslatedSession(Session):
         # Encoded whole, so that the assistant's start token stands once, in front.
         self.inner.replace([self.drafter.assistant_tokenizer(text)["input_ids"] for text in texts])
         greedy = Context(context.anchor, context.position, context.lengths, context.nodes)
-        greedy.confidence_threshold = context.confidence_threshold
+        greedy.more = context.more
         draft = self.inner.propose(greedy)
         chains = []
         for b, (ids, tokens, valid) in enumerate(zip(self.ids, draft.tokens.tolist(), draft.valid.tolist())):

@@ -36,6 +36,8 @@ class Eagle3Config(HeadConfig):
     tree_width: nodes expanded a level, and children each of them gets, when trees are drafted (EAGLE-2, 2406.16858).
     draft_sampling: when the request samples, draw chains from the drafter's warped law (and verify by it) instead of
         taking the argmax. Trees hold the likeliest tokens either way.
+    acceptance_head: options of a head that rates tokens once they were read (`acceptance.AcceptanceHead`, for the
+        policy "specdecpp"), {} for none of them; None for no head.
     """
 
     model_type = "specdraft_eagle3"
@@ -71,6 +73,7 @@ class Eagle3Config(HeadConfig):
     num_assistant_tokens: int = 5
     tree_width: int = 8
     draft_sampling: bool = True
+    acceptance_head: dict | None = None
 
     def __post_init__(self, **kwargs):
         if self.target_layer_ids is None and self.num_target_layers is not None:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 from transformers.utils import ModelOutput
 
+from ... import acceptance
 from ...heads import HeadedDrafter
 from .. import register
 from ..base import TargetView
@@ -100,6 +101,7 @@ class Eagle3Drafter(HeadedDrafter):
     _supports_sdpa = True
     # Training calls parts of a layer, and FSDP has what it shards whole only inside forward: it shards all as one.
     _no_split_modules = []
+    _keep_in_fp32_modules_strict = ["acceptance_head"]
     export_dialects = exports.DIALECTS
 
     def __init__(self, config: Eagle3Config):
@@ -121,6 +123,7 @@ class Eagle3Drafter(HeadedDrafter):
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = BlockRotaryEmbedding(config)
         self.add_head()
+        self.acceptance_head = acceptance.build(config.acceptance_head, config.hidden_size)
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...draft import Commit, Context, Draft, Law
+from ...draft import Commit, Context, Draft, Law, Partial
 from ...verification import argmax
 from ..base import TargetView
 from ..block.context_cache import ContextCache, writable
@@ -145,7 +145,7 @@ class Eagle3Session(BlockSession):
         seen = self._seen()
         if seen is not None:
             seen = F.pad(seen, (0, depth), value=True)[:, None, None]
-        lengths, tokens, laws, scores = context.lengths, [], [], []
+        lengths, tokens, laws, sure = context.lengths, [], [], []
         recent = self._recent()
         for step in range(depth):
             logits = drafter.logits(view, hidden)
@@ -154,13 +154,13 @@ class Eagle3Session(BlockSession):
                 laws.append(law)
             else:
                 token = drafter.target_ids(argmax(logits))
-                scores.append(logits)
             tokens.append(token)
-            if context.confidence_threshold and step + 1 < depth:
+            sure.append(_top(logits))
+            if step + 1 < max(lengths):
                 # Stop AFTER an unsure token: it stays in the draft, so nothing is chosen by what was drawn.
-                chance = law.probs.amax(-1) if drawn else _top(logits).exp()
-                unsure = (chance[:, 0] < context.confidence_threshold).tolist()
-                lengths = [min(n, step + 1) if u else n for n, u in zip(lengths, unsure)]
+                taken, read = law.probs.log() if drawn else logits, hidden[:, 0]
+                going = context.more(Partial(step + 1, token[:, 0], taken[:, 0], read, read, ids=drafter.draft_ids))
+                lengths = [n if goes else min(n, step + 1) for n, goes in zip(lengths, going)]
             if step + 1 >= max(lengths):
                 break
             recent = torch.cat((token, recent[:, :-1]), dim=1)
@@ -173,13 +173,11 @@ class Eagle3Session(BlockSession):
             )
             hidden, state = out.last_hidden_state, out.state
         lengths = [min(n, len(tokens)) for n in lengths]
-        tokens = torch.cat(tokens, dim=1)
+        tokens, law = torch.cat(tokens, dim=1), None
         if drawn:
-            # No confidence: it would have looked at earlier tokens of the draft, so cutting by it would bias the law.
             law = Law(torch.cat([law.probs for law in laws], 1), _joined([law.ids for law in laws]), laws[0].rows)
-            return Draft.chain(tokens, lengths, law=law)
-        confidence = _top(torch.cat(scores, dim=1)).cumsum(-1).exp().nan_to_num(0)
-        return Draft.chain(tokens, lengths, confidence=confidence)
+        confidence = torch.cat(sure, dim=1).cumsum(-1).exp().nan_to_num(0)
+        return Draft.chain(tokens, lengths, law=law, confidence=confidence, confidence_kind="pre")
 
     def _tree(self, context: Context, depth: int) -> Draft:
         """EAGLE-2 (2406.16858): each level's likeliest paths are expanded; of all nodes the likeliest are kept."""

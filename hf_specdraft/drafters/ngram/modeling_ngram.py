@@ -150,8 +150,7 @@ class NgramSession(Session):
     def propose(self, context: Context) -> Draft:
         config = self.config
         tree = context.tree and config.tree_nodes > 0
-        min_prob = max(config.min_prob, context.confidence_threshold or 0.0)
-        common = (tree, min_prob, config.max_depth, config.max_occurrences)
+        common = (tree, config.min_prob, config.max_depth, config.max_occurrences)
         if config.scoring == "blend":
             search, own = matcher.blend, (config.escape, config.recent)
         else:
