@@ -227,7 +227,20 @@ def _attention(model: PreTrainedModel) -> str:
     return model.config.get_text_config()._attn_implementation
 
 
-def _windows(model: PreTrainedModel) -> dict[str, int | None] | None:
+def mask_dtype(model: PreTrainedModel) -> torch.dtype:
+    """Eager attention adds its mask, so there it is a float mask; boolean for SDPA."""
+    return model.dtype if _attention(model) == "eager" else torch.bool
+
+
+def as_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is visible, as a mask of this dtype."""
+    if dtype == torch.bool:
+        return visible
+    bias = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    return bias.masked_fill(~visible, torch.finfo(dtype).min)
+
+
+def windows(model: PreTrainedModel) -> dict[str, int | None] | None:
     """Sliding window by layer type ("" when the config names no types), None for layer types a tree cannot serve."""
     text = model.config.get_text_config()
     others = ("window_size", "attention_chunk_size", "attention_layers", "local_attention")
@@ -255,10 +268,10 @@ def tree_form(model: PreTrainedModel, device: torch.device | None = None) -> str
 
 
 def _probe(model: PreTrainedModel, form: str, device: torch.device) -> bool:
-    windows = _windows(model)
-    if windows is None or _attention(model) not in ("eager", "sdpa", "specdraft_tree"):
+    kinds = windows(model)
+    if kinds is None or _attention(model) not in ("eager", "sdpa", "specdraft_tree"):
         return False
-    if form == "dict" and "" in windows or form == "tensor" and len(set(windows.values())) > 1:
+    if form == "dict" and "" in kinds or form == "tensor" and len(set(kinds.values())) > 1:
         return False
     vocab = model.config.get_text_config().vocab_size
     ids = (torch.arange(18).view(2, 9) * 7 + 3) % vocab
@@ -309,9 +322,8 @@ class _TreeMask:
         self.form = form
         types = getattr(model.config.get_text_config(), "layer_types", None)
         # By layer type, its window and the number of one of its layers. Configs are slow to read: not in every pass.
-        self.kinds = {t: (w, 0 if types is None else types.index(t)) for t, w in _windows(model).items()}
-        # Eager attention adds its mask, so there it is a float mask; boolean for SDPA.
-        self.dtype = model.dtype if _attention(model) == "eager" else torch.bool
+        self.kinds = {t: (w, 0 if types is None else types.index(t)) for t, w in windows(model).items()}
+        self.dtype = mask_dtype(model)
 
     def __call__(self, rows: RowCache, draft: Draft, depth: Tensor, device) -> Tensor | dict[str, Tensor]:
         """[B, 1, 1+N, KV] visible columns, by layer type if asked."""
@@ -336,11 +348,7 @@ class _TreeMask:
                 beyond = (0, max(0, offset + length - rows.columns))
                 padded = torch.nn.functional.pad(rows.mask.bool(), beyond, value=True)
                 visible &= padded[:, None, offset : offset + length].to(device)
-            visible = visible[:, None]
-            if self.dtype != torch.bool:
-                bias = torch.zeros(visible.shape, dtype=self.dtype, device=device)
-                visible = bias.masked_fill(~visible, torch.finfo(self.dtype).min)
-            masks[kind] = visible
+            masks[kind] = as_mask(visible[:, None], self.dtype)
         return masks if self.form == "dict" else next(iter(masks.values()))
 
 

@@ -31,6 +31,7 @@ from .loss import DraftLoss
 from .optimizers import MuonAdamW
 from .records import TrainingBatch
 from .simulation import simulate
+from .verify import BranchVerifier
 
 if TYPE_CHECKING:
     from ..publishing import Provenance
@@ -97,6 +98,7 @@ class DraftTrainer(Trainer):
         self.law = TargetLaw(target) if needs_law and law is None else law
         self.live = LiveFeatures(target, drafter.feature_layers, law=needs_law)
         self.features = self.live if features is None else features
+        self.verify = BranchVerifier(target, drafter.feature_layers) if drafter.wants_rejected else None
         self.eval_prompts = list(eval_prompts)
         self.provenance = provenance
         self._best_step: int | None = None  # of the weights, once the best ones are loaded
@@ -142,7 +144,7 @@ class DraftTrainer(Trainer):
 
     def _batch(self, inputs: dict[str, Tensor]) -> tuple[TrainingBatch, Tensor | None]:
         names = ("input_ids", "document_ids", "position_ids", "loss_mask")
-        return TrainingBatch(**{name: inputs[name] for name in names}), inputs.get("index")
+        return TrainingBatch(**{name: inputs[name] for name in names}, verify=self.verify), inputs.get("index")
 
     def _measure(self, model: nn.Module, batch: TrainingBatch, unroll: dict, **options) -> dict[str, Any]:
         """DraftLoss's result, from inside the model's forward."""

@@ -180,7 +180,9 @@ class BlockConfig(HeadConfig):
     @property
     def unroll_mode(self) -> str:
         """The mode of the unroll (`unroll_block`) that drafts as decoding does with these fields."""
-        return "edit" if self.edit_passes else "plain"
+        if self.edit_passes:
+            return "edit"
+        return "carryover" if self.carryover else "loop" if self.max_stages > 1 else "plain"
 
     @property
     def gate(self) -> CavityGate | None:

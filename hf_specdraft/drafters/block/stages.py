@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import initialization
 
-from ...draft import Block, Context, Draft, Law, Partial
+from ...draft import Context, Draft, Law, Partial
 from ...parts import Part
 
 if TYPE_CHECKING:
@@ -68,9 +68,9 @@ def draft_stages(session: BlockSession, context: Context) -> Draft:
         hidden = draft.evidence.hidden
         # The last token is the next anchor, which has no row in its own block; nor has any row the round's anchor.
         rows = hidden[:, :-1] if held is None else torch.cat((held, hidden[:, :-1]), dim=1)
-        first = torch.tensor(context.position) + (held is None)
+        first = torch.tensor(context.position) + int(held is None)
         made = torch.full((rows.shape[1],), stage)
-        made[0] -= held is not None
+        made[:1] -= int(held is not None)
         if rows.shape[1]:
             session.temporary = {
                 "own_states": rows,
@@ -94,7 +94,9 @@ def _partial(draft: Draft, step: int, config, stage: int) -> Partial:
     score = chances.log().sum(1).clamp(min=torch.finfo(torch.float32).min)
     own = [stage + 1 < config.max_stages and s > config.stage_threshold for s in score.tolist()]
     block = draft.evidence
-    return Partial(step, draft.tokens[:, -1], block.logits[:, -1], block.hidden[:, -1], chances=chances, own=own)
+    return Partial(
+        step, draft.tokens[:, -1], block.logits[:, -1], block.hidden[:, -1], ids=block.ids, chances=chances, own=own
+    )
 
 
 def _chances(draft: Draft) -> Tensor:
@@ -131,11 +133,12 @@ def _joined(drafts: list[Draft], asked: bool) -> Draft:
         law=law,
         confidence=torch.cat(confidence, 1),
         confidence_kind=kind,
-        evidence=Block(
-            torch.cat([block.logits for block in blocks], 1),
-            blocks[0].ids,
-            torch.cat([block.hidden for block in blocks], 1),
-            blocks[0].anchor,
-            blocks[0].memory,
+        evidence=replace(
+            blocks[0],
+            **{
+                name: torch.cat([getattr(block, name) for block in blocks], 1)
+                for name in ("logits", "hidden", "confidence")
+                if getattr(blocks[0], name) is not None
+            },
         ),
     )

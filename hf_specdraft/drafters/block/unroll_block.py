@@ -190,12 +190,16 @@ class Blocks:
         counts = chosen.sum(1)
         most = max(1, int(counts.max()))
         columns = (~chosen).long().argsort(dim=1, stable=True)[:, :most]
-        real = torch.arange(most, device=chosen.device) < counts[:, None]
+        return cls.at(batch, columns, torch.arange(most, device=chosen.device) < counts[:, None], size)
+
+    @classmethod
+    def at(cls, batch: TrainingBatch, columns: Tensor, real: Tensor, size: int) -> Blocks:
+        """columns, real: [B, A], see Blocks."""
         anchors, documents = (
             part.gather(1, columns).where(real, 0).repeat_interleave(size, dim=1)
             for part in (batch.position_ids, batch.document_ids)
         )
-        ahead = torch.arange(size, device=chosen.device).repeat(most)
+        ahead = torch.arange(size, device=columns.device).repeat(columns.shape[1])
         return cls(size, columns, real, anchors + ahead, anchors, documents)
 
 
