@@ -34,6 +34,9 @@ def bench(
     per_category: PerCategory = None,
     max_new_tokens: MaxNewTokens = 128,
     repeats: Annotated[int, typer.Option(min=1, help="How often everything is run.")] = 1,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="0 is greedy; above, each repeat samples by a seed of its own.")
+    ] = 0.0,
     prompt_lookup_num_tokens: Annotated[
         int, typer.Option(min=0, help="Draft length of transformers' lookup; 0 leaves it out.")
     ] = 10,
@@ -47,7 +50,7 @@ def bench(
     device: Device = "cpu",
     pack_cpu: PackCpu = False,
 ) -> None:
-    """Measure tau and greedy speed of drafters, plain generate and prompt lookup, prompt by prompt in turn."""
+    """Measure tau and speed of drafters, plain generate and prompt lookup, prompt by prompt in turn."""
     model, tokenizer = evaluation.load_target(target, dtype.value, device, pack_cpu)
     chosen = evaluation.read_prompts(prompts, per_category)
     methods = evaluation.baselines(prompt_lookup_num_tokens)
@@ -59,7 +62,9 @@ def bench(
     warn_of_template(drafters, tokenizer, chat_template_kwargs)
     # A pipe has no width of its own, and 80 columns would cut the method names.
     console = Console(width=None if sys.stdout.isatty() else 120)
-    measured = evaluation.bench(model, tokenizer, chosen, methods, max_new_tokens, repeats, chat_template_kwargs)
+    measured = evaluation.bench(
+        model, tokenizer, chosen, methods, max_new_tokens, repeats, chat_template_kwargs, temperature
+    )
     total = len(chosen) * len(methods) * repeats
     records = list(track(measured, total=total, description="runs", console=console, transient=True))
     rows = evaluation.summarise(records)
@@ -73,6 +78,7 @@ def bench(
             per_category=per_category,
             max_new_tokens=max_new_tokens,
             repeats=repeats,
+            temperature=temperature,
             prompt_lookup_num_tokens=prompt_lookup_num_tokens,
             chat_template_kwargs=chat_template_kwargs,
             dtype=str(model.dtype).removeprefix("torch."),
@@ -94,12 +100,12 @@ def table(rows: list[evaluation.Row]) -> Table:
         view.add_row(
             row.category,
             row.method,
-            f"{row.tau:.2f}",
+            f"{row.tau:.2f}" + ("" if row.tau_interval is None else " ({:.2f}-{:.2f})".format(*row.tau_interval)),
             f"{row.tokens_per_second:.1f}",
             _spread(row.to_plain),
             _spread(row.decoding_to_plain),
             _spread(row.to_lookup),
-            f"{row.equal}/{row.prompts}",
+            "-" if row.equal is None else f"{row.equal}/{row.prompts}",
             "-" if row.outside is None else f"{row.outside:.1%}",
         )
     return view

@@ -11,7 +11,7 @@ import typer
 
 
 def train(
-    config: Annotated[Path, typer.Argument(help="A YAML file; examples/train_block.yaml shows every section.")],
+    config: Annotated[Path, typer.Argument(help="A recipe, or a YAML file (examples/train_block.yaml shows all).")],
     overrides: Annotated[
         list[str] | None, typer.Argument(help="key=value, such as trainer.learning_rate=1e-4, over the file's.")
     ] = None,

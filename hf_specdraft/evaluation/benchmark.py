@@ -9,7 +9,7 @@ import platform
 import re
 import statistics
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,8 @@ PLAIN, LOOKUP, OVERALL = "plain", "prompt-lookup", "overall"
 
 @dataclass
 class Record:
-    """One measured call of the benchmark, without its text. `equal`: whether the text is plain's."""
+    """One measured call of the benchmark, without its text. `equal`: whether the text is plain's; None when sampled,
+    where another draft spends other random numbers."""
 
     prompt: str
     category: str
@@ -39,18 +40,19 @@ class Record:
     prefill_seconds: float
     target_seconds: float | None
     draft_seconds: float | None
-    equal: bool
+    equal: bool | None
 
 
 @dataclass
 class Row:
     """A category (or "overall") and a method, over all prompts and repeats.
 
-    tau: tokens committed per target pass, pooled over the prompts. tokens_per_second: median over repeats.
+    tau: tokens committed per target pass, pooled over the prompts. tau_interval: of 95 % (`interval`), None for one
+        prompt. tokens_per_second: median over repeats.
     to_plain, to_lookup: speed over that of plain generate and of prompt lookup: median, lowest, highest repeat; None
         where prompt lookup was not measured.
     decoding_to_plain: the same over plain generate, the prefill pass left out of both.
-    equal: prompts whose text was plain's in every repeat, out of `prompts`.
+    equal: prompts whose text was plain's in every repeat, out of `prompts`; None when sampled.
     outside: share of the wall time spent in neither the target's nor the drafter's forward; None when unknown.
     """
 
@@ -62,8 +64,9 @@ class Row:
     to_plain: tuple[float, float, float]
     to_lookup: tuple[float, float, float] | None
     decoding_to_plain: tuple[float, float, float]
-    equal: int
+    equal: int | None
     outside: float | None
+    tau_interval: tuple[float, float] | None = None
 
 
 def baselines(prompt_lookup_num_tokens: int = 10) -> dict[str, dict[str, Any]]:
@@ -80,8 +83,11 @@ def bench(
     max_new_tokens: int = 128,
     repeats: int = 1,
     template_kwargs: dict[str, Any] | None = None,
+    temperature: float = 0.0,
 ) -> Iterator[Record]:
-    """Run every method on every prompt, greedily, one row at a time; yields a record per call.
+    """Run every method on every prompt, one row at a time; yields a record per call.
+
+    temperature: 0 is greedy. Above, each repeat samples by a seed of its own.
 
     methods: name -> generate's arguments, plain generate's among them (`baselines`). All methods of a prompt run one
     after the other, so that a slow minute of the machine hits all of them, and each repeat starts with another method.
@@ -93,13 +99,14 @@ def bench(
 
     names = list(methods)
     for arguments in methods.values():
-        runs.run(target, inputs_of(prompts[0]), min(32, max_new_tokens), **arguments)
+        runs.run(target, inputs_of(prompts[0]), min(32, max_new_tokens), temperature=temperature, **arguments)
     for repeat in range(repeats):
         for index, prompt in enumerate(prompts):
             inputs = inputs_of(prompt)
             turn = (repeat + index) % len(names)
             measured = {
-                name: runs.run(target, inputs, max_new_tokens, **methods[name]) for name in names[turn:] + names[:turn]
+                name: runs.run(target, inputs, max_new_tokens, temperature=temperature, seed=repeat, **methods[name])
+                for name in names[turn:] + names[:turn]
             }
             for name, r in measured.items():
                 yield Record(
@@ -114,7 +121,7 @@ def bench(
                     prefill_seconds=r.prefill_seconds,
                     target_seconds=r.target_seconds,
                     draft_seconds=r.draft_seconds,
-                    equal=r.ids == measured[PLAIN].ids,
+                    equal=None if temperature else r.ids == measured[PLAIN].ids,
                 )
 
 
@@ -140,11 +147,43 @@ def summarise(records: list[Record]) -> list[Row]:
                     to_plain=_spread(speeds[method], speeds[PLAIN]),
                     to_lookup=_spread(speeds[method], speeds[LOOKUP]) if LOOKUP in speeds else None,
                     decoding_to_plain=_spread(decoding[method], decoding[PLAIN]),
-                    equal=len({r.prompt for r in mine} - {r.prompt for r in mine if not r.equal}),
+                    equal=None
+                    if any(r.equal is None for r in mine)
+                    else len({r.prompt for r in mine} - {r.prompt for r in mine if not r.equal}),
                     outside=1 - forwards / sum(r.seconds for r in known) if known else None,
+                    tau_interval=interval(mine),
                 )
             )
     return rows
+
+
+def interval(
+    records: list[Record],
+    over: list[Record] | None = None,
+    value: Callable[[Record], tuple[float, float]] | None = None,
+) -> tuple[float, float] | None:
+    """95 % interval of pooled tau by resampling the prompts 2,000 times (percentile bootstrap), None for one prompt.
+
+    over: records of another method on the same prompts; the interval is then of tau over that method's tau.
+    value: record -> (numerator, denominator) of another pooled ratio than committed tokens per pass.
+    """
+    value = value or (lambda r: (r.committed, r.passes))
+    prompts = sorted({r.prompt for r in records})
+    if len(prompts) < 2:
+        return None
+
+    def by_prompt(some: list[Record]) -> torch.Tensor:
+        sums = dict.fromkeys(prompts, (0.0, 0.0))
+        for r in some:
+            sums[r.prompt] = tuple(a + b for a, b in zip(sums[r.prompt], value(r)))
+        return torch.tensor([sums[p] for p in prompts], dtype=torch.float64)  # [prompts, 2]
+
+    draws = torch.randint(len(prompts), (2000, len(prompts)), generator=torch.Generator().manual_seed(0))
+    ratios = [by_prompt(some)[draws].sum(1) for some in (records, over) if some is not None]
+    ratios = [sums[:, 0] / sums[:, 1].clamp(min=1e-12) for sums in ratios]
+    drawn = ratios[0] if over is None else ratios[0] / ratios[1]
+    low, high = drawn.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return low, high
 
 
 def _speeds(records: list[Record], method: str, without_prefill: bool = False) -> list[float]:

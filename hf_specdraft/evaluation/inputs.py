@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from .. import recipes
 from ..drafters import AutoDrafter, Drafter, families
 from ..drafters.assistant import AssistantDrafter
 from ..drafters.combined import CombinedDrafter
@@ -70,11 +72,15 @@ def load_drafter(spec: str, dtype: str = "auto", device: str = "cpu", pack: bool
     NAME is a family without weights (`ngram`), or a folder or Hub repository: a drafter that AutoDrafter reads, or a
     causal LM as transformers saves it, which becomes an assistant. `ngram+` before it combines it with n-grams. The
     options are fields of the drafter's config, such as `ngram:tree_nodes=10,policy=fixed`, of `ngram+` those of
-    CombinedConfig, such as `ngram+FOLDER:mode=tree`. pack: with packed linear layers (`packing.py`).
+    CombinedConfig, such as `ngram+FOLDER:mode=tree`. `recipe=NAME` among them stands for that recipe's fields.
+    pack: with packed linear layers (`packing.py`).
     Raises ValueError for an option that the config does not have.
     """
     name, _, text = spec.partition(":")
-    options = dict(_option(item, spec) for item in text.split(",") if item)
+    # Commas inside a JSON value, as in policy={"name": "d_cut", "ratio": 0.5}, part nothing.
+    options = dict(_option(item, spec) for item in re.split(r",(?![^{\[]*[}\]])", text) if item)
+    if "recipe" in options:
+        options = {**recipes.get(options.pop("recipe")).draft, **options}
     if name.startswith(_NGRAM_AND):
         _refuse_unknown(options, CombinedDrafter, spec)
         network = load_drafter(name.removeprefix(_NGRAM_AND), dtype, device, pack)

@@ -64,14 +64,28 @@ class Run:
     speculation: Any = None
 
 
-def run(target: Any, inputs: dict[str, Tensor], max_new_tokens: int, **arguments: Any) -> Run:
-    """Generate greedily for one row and measure. `arguments` go to generate (assistant_model=..., ...)."""
+def run(
+    target: Any,
+    inputs: dict[str, Tensor],
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+    **arguments: Any,
+) -> Run:
+    """Generate for one row and measure. `arguments` go to generate (assistant_model=..., ...).
+
+    temperature: 0 is greedy; above, the target's whole law at that temperature is sampled, from `seed`.
+    """
+    law = {"do_sample": False}
+    if temperature:
+        law = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+        torch.manual_seed(seed)
     prompt_length = inputs["input_ids"].shape[1]
     with PassClock(target) as clock:
         _synchronize()
         start = time.perf_counter()
         output = target.generate(
-            **inputs, max_new_tokens=max_new_tokens, do_sample=False, return_dict_in_generate=True, **arguments
+            **inputs, max_new_tokens=max_new_tokens, return_dict_in_generate=True, **law, **arguments
         )
         _synchronize()
         seconds = time.perf_counter() - start

@@ -15,7 +15,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
-from .. import evaluation
+from .. import evaluation, recipes
 from ..drafters import AutoDrafter, families
 from ..drafters.base import Drafter, TargetView
 from ..inspection import recognise
@@ -55,7 +55,7 @@ class TrainConfig:
     train_only: names of the modules that are trained, such as corrector; all others stay as they are.
     lora: fields of PEFT's LoraConfig; the drafter then stays frozen and only the adapter is trained and saved.
     features: "live" (the target runs along) or a folder that `hf-specdraft capture` wrote for the same data.
-    recipe: a name for the drafter's card.
+    recipe: one of `recipes` by name, whose settings stand where the file has none; any other is a name for the card.
     """
 
     target: dict[str, Any]
@@ -75,20 +75,29 @@ class TrainConfig:
 
     @classmethod
     def read(cls, path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
-        """The config of a YAML file. overrides: "dotted.key=value", the value written as in YAML.
+        """The config of a YAML file, or of a recipe by its name.
+
+        overrides: "dotted.key=value", the value written as in YAML.
 
         Raises ValueError naming an unknown key (and the nearest known one), a missing one, or a value of a wrong kind.
         """
-        if not Path(path).is_file():
-            raise ValueError(f"there is no config file {path}")
-        try:
-            values = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
-        except yaml.YAMLError as error:
-            raise ValueError(f"{path} is not valid YAML: {error}") from None
+        if str(path) in recipes.known() and not Path(path).exists():
+            values = {"recipe": str(path)}
+        elif not Path(path).is_file():
+            raise ValueError(
+                f"there is no config file {path}, and no such recipe (there are {', '.join(recipes.known())})"
+            )
+        else:
+            try:
+                values = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
+            except yaml.YAMLError as error:
+                raise ValueError(f"{path} is not valid YAML: {error}") from None
         if not isinstance(values, dict):
             raise ValueError(f"{path} must hold keys such as target, drafter and data, but it is {values!r}")
         for item in overrides:
             _override(values, item)
+        if values.get("recipe") in recipes.known():
+            values = recipes.beneath(recipes.get(values["recipe"]), values)
         return cls._of(values)
 
     @classmethod

@@ -1,0 +1,48 @@
+"""Recipes: every one is a run that can be read and a drafter that can be made."""
+
+import pytest
+
+from hf_specdraft import evaluation, recipes
+from hf_specdraft.drafters import families
+from hf_specdraft.training.config import TrainConfig
+from hf_specdraft.training.loss import DraftLoss
+
+OVERRIDES = ["target=model", "data=answers", "trainer.output_dir=out"]
+
+
+@pytest.mark.parametrize("name", recipes.known())
+def test_a_recipe_reads_as_a_training_config_and_as_fields_of_a_drafter(name):
+    recipe = recipes.get(name)
+    if recipe.train:
+        config = TrainConfig.read(name, OVERRIDES)
+        assert config.recipe == name and config.data == "answers"
+        DraftLoss(**config.loss)
+        family = config.family.config_class
+        fields = {key: value for key, value in config.drafter.items() if key not in ("family", "init_from")}
+        fields |= recipe.draft
+        made = family.tiny(**fields) if fields.get("block_size") is None else family.tiny(**{**fields, "tree_nodes": 0})
+        assert all(getattr(made, key) == value for key, value in fields.items() if key != "tree_nodes")
+    else:
+        known = {field for family in families().values() for field in family.config_class.__dataclass_fields__}
+        assert recipe.draft and set(recipe.draft) <= known
+
+
+def test_a_file_says_more_than_its_recipe(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("recipe: dflash\nloss: {weighting: dpace}\ntrainer: {max_steps: 3}\n")
+    config = TrainConfig.read(path, OVERRIDES)
+    assert config.loss == {"terms": "ce", "weighting": "dpace"}
+    assert config.trainer["learning_rate"] == 6e-4 and config.trainer["max_steps"] == 3
+    path.write_text("recipe: dflash\ndrafter: {init_from: trained}\n")
+    with pytest.raises(ValueError, match="trained"):  # read as a trained drafter, whose family the recipe does not say
+        TrainConfig.read(path, OVERRIDES)
+    path.write_text("recipe: a run of my own\n")
+    with pytest.raises(ValueError, match="no drafter"):
+        TrainConfig.read(path, OVERRIDES)
+
+
+def test_an_unknown_recipe_names_those_there_are():
+    with pytest.raises(ValueError, match="no such recipe.*dflash"):
+        TrainConfig.read("dflush", OVERRIDES)
+    with pytest.raises(ValueError, match="no recipe 'dflush'; there are .*dflash"):
+        evaluation.load_drafter("ngram:recipe=dflush")
