@@ -26,6 +26,7 @@ from .data import collate, load
 from .features import LiveFeatures
 from .files import write_whole
 from .loss import DraftLoss
+from .on_policy import OnPolicyTexts
 from .records import TrainingBatch
 from .trainer import DraftTrainer, last_checkpoint
 from .vocabulary import control_tokens, count_answers, draft_vocabulary, head_states, initialize_head
@@ -54,6 +55,8 @@ class TrainConfig:
     freeze: names of the drafter's modules that stay as they are, such as lm_head.
     train_only: names of the modules that are trained, such as corrector; all others stay as they are.
     lora: fields of PEFT's LoraConfig; the drafter then stays frozen and only the adapter is trained and saved.
+    on_policy: options of OnPolicyTexts: train on answers to the data's prompts that the target writes during the run,
+        drafted for by the drafter as it is then. Needs live features.
     features: "live" (the target runs along) or a folder that `hf-specdraft capture` wrote for the same data.
     recipe: one of `recipes` by name, whose settings stand where the file has none; any other is a name for the card.
     """
@@ -70,6 +73,7 @@ class TrainConfig:
     freeze: list[str] = dataclasses.field(default_factory=list)
     train_only: list[str] = dataclasses.field(default_factory=list)
     lora: dict[str, Any] | None = None
+    on_policy: dict[str, Any] | None = None
     features: str = "live"
     recipe: str | None = None
 
@@ -135,6 +139,11 @@ class TrainConfig:
         _require(self.target.get("name"), "target has no name: give a folder or Hub repository")
         _require(self.trainer.get("output_dir"), "trainer has no output_dir: give the folder the drafter is saved to")
         _require(self.eval_prompts is None or self.eval_prompts.get("file"), "eval_prompts has no file")
+        if self.on_policy is not None:
+            options = OnPolicyTexts.__init__.__kwdefaults__
+            _refuse_unknown("on_policy", self.on_policy, options)
+            _refuse_kinds("on_policy", self.on_policy, options)
+            _require(self.features == "live", "on_policy texts do not exist beforehand: set features to live")
         if self.lora is not None:
             _refuse_unknown("lora", self.lora, _fields(_peft().LoraConfig))
             if "init_from" not in self.drafter:
@@ -238,6 +247,10 @@ class TrainConfig:
         if self.features != "live":
             features = CapturedFeatures(self.features, train, target, drafter.feature_layers, loss.needs_law)
         model = drafter if self.lora is None else _peft().get_peft_model(drafter, _peft().LoraConfig(**self.lora))
+        if self.on_policy is not None:
+            sharded = args.fsdp or args.deepspeed
+            _require(not sharded, "on_policy drafts with the weights in training, which FSDP and DeepSpeed shard")
+            train = OnPolicyTexts(train, target, model, **{"seed": args.seed, **self.on_policy})
         prompts = []
         if self.eval_prompts is not None:
             file, count = self.eval_prompts["file"], self.eval_prompts.get("per_category")
