@@ -130,9 +130,16 @@ def from_marginals(
         best_first(row_values[:length], row_ids[:length], budget, cost)
         for row_values, row_ids, length in zip(values.tolist(), ids.tolist(), lengths)
     ]
+    return padded(rows, log_probs.device)
+
+
+def padded(
+    rows: Sequence[tuple[list[int], list[int], list[float]]], device: torch.device
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(tokens, parents, log-probabilities) of each row's nodes -> what `from_marginals` returns."""
     tokens, parents, scores = zip(*rows)
     return (
-        _ragged(tokens, 0).to(log_probs.device),
+        _ragged(tokens, 0).to(device),
         _ragged(parents, -1),
         _ragged([[True] * len(row) for row in tokens], False),
         _ragged(scores, -math.inf, torch.float64),

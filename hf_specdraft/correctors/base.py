@@ -38,7 +38,8 @@ class State:
 
     def fork(self, index: Tensor) -> State:
         """The walkers `index` [R'] of these, in that order; repeated ones go their own ways."""
-        return replace(self, rows=self.rows[index], carry=tree_map(lambda x: x[index], self.carry))
+        carry = tree_map(lambda x: None if x is None else x[index], self.carry)
+        return replace(self, rows=self.rows[index], carry=carry)
 
 
 @dataclass
@@ -55,6 +56,9 @@ class Scores:
 class Memory:
     """What a corrector keeps of the context during a call; `block.memory` in its steps."""
 
+    def hear(self, tokens: list[list[int]]) -> None:
+        """Hear what was committed: per row, the new token ids (`draft.Commit`), the prompt's first of all."""
+
     def observe(self, context: Tensor, positions: Tensor, counts: list[int]) -> None:
         """Hear new context: [B, C, H] fused features, as the drafter's layers read them, at positions [B, C], of which
         the first counts[b] of row b are real."""
@@ -66,11 +70,17 @@ class Memory:
 
 
 class Corrector(Part):
-    """Scores the next token of a block given those before it. Subclasses are registered by `register`.
+    """Scores the next token of a block given those before it. Subclasses are found by their `name`.
 
     Options come behind the drafter's config: `def __init__(self, config, rank=256)`; `drafter.config.corrector` is
     {"name": "markov", "rank": 256}.
+
+    beam: how many paths `walkers.beam` keeps to find a chain; 0 for none, then `walkers.chain` makes it.
+    additive: whether the beam adds the scores up as they are. They are logits of a law otherwise.
     """
+
+    beam: int = 0
+    additive: bool = False
 
     def __init__(self, config):
         super().__init__()

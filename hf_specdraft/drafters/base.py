@@ -31,6 +31,12 @@ def base_module(module: nn.Module) -> nn.Module:
         module = inner
 
 
+def end_ids(model: Target) -> tuple[int, ...]:
+    """The tokens that the target ends a text with, as its own generation config has them."""
+    ends = model.generation_config.eos_token_id if model.can_generate() else model.config.eos_token_id
+    return tuple(ends) if isinstance(ends, (list, tuple)) else () if ends is None else (ends,)
+
+
 class TargetView:
     """What a drafter may know of the target: numbers, its embedding and its head. Never its class.
 
@@ -44,6 +50,7 @@ class TargetView:
         self.num_layers: int = getattr(self.config, "num_hidden_layers", 0)
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
+        self.end_ids = end_ids(model)
         self._embedding = model.get_input_embeddings()
         self._head = model.get_output_embeddings()
 
