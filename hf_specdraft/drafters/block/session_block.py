@@ -40,6 +40,8 @@ class BlockSession(Session):
         self.heard = [0] * batch  # per row, the position after the last one heard of
 
     def observe(self, commit: Commit) -> None:
+        if self.memory is not None:
+            self.memory.hear(commit.tokens)
         self.rejected = commit.rejected if commit.rejected is not None and any(commit.rejected.counts) else None
         piece = commit.features
         if piece is None:
