@@ -33,12 +33,14 @@ def test_a_file_says_more_than_its_recipe(tmp_path):
     config = TrainConfig.read(path, OVERRIDES)
     assert config.loss == {"terms": "ce", "weighting": "dpace"}
     assert config.trainer["learning_rate"] == 6e-4 and config.trainer["max_steps"] == 3
-    path.write_text("recipe: dflash\ndrafter: {init_from: trained}\n")
-    with pytest.raises(ValueError, match="trained"):  # read as a trained drafter, whose family the recipe does not say
-        TrainConfig.read(path, OVERRIDES)
     path.write_text("recipe: a run of my own\n")
     with pytest.raises(ValueError, match="no drafter"):
         TrainConfig.read(path, OVERRIDES)
+
+
+def test_a_trained_drafter_has_a_family_already():
+    merged = recipes.beneath(recipes.get("dflash"), {"drafter": {"init_from": "folder"}})
+    assert merged["drafter"] == {"init_from": "folder"} and merged["unroll"] == {"anchors": 512}
 
 
 def test_an_unknown_recipe_names_those_there_are():

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from .. import correctors
 from ..drafters.base import Drafter, TargetView
 from ..parts import PART_TERMS, Scored
 from . import objectives
@@ -208,6 +209,7 @@ class _Term:
                 f"{weight!r}"
             )
         self.path = path
+        correctors.known()  # those not used yet have not told their terms
         self.is_part = self.name in PART_TERMS
         if self.is_part:
             if options:
