@@ -1,5 +1,7 @@
 """Recipes: every one is a run that can be read and a drafter that can be made."""
 
+from pathlib import Path
+
 import pytest
 
 from hf_specdraft import evaluation, recipes
@@ -41,6 +43,10 @@ def test_a_file_says_more_than_its_recipe(tmp_path):
 def test_a_trained_drafter_has_a_family_already():
     merged = recipes.beneath(recipes.get("dflash"), {"drafter": {"init_from": "folder"}})
     assert merged["drafter"] == {"init_from": "folder"} and merged["unroll"] == {"anchors": 512}
+
+
+def test_the_docs_list_the_recipes():
+    assert recipes.table() in (Path(__file__).parents[1] / "docs" / "recipes.md").read_text(encoding="utf-8")
 
 
 def test_an_unknown_recipe_names_those_there_are():

@@ -21,6 +21,7 @@ from .export import export
 from .floors import floors
 from .generate import generate
 from .inspect import inspect
+from .recipes import recipes
 from .train import train
 from .vocabulary import vocabulary
 
@@ -30,7 +31,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (generate, check, bench, floors, inspect, data, capture, train, card, export, vocabulary):
+for command in (generate, check, bench, floors, inspect, data, capture, train, recipes, card, export, vocabulary):
     app.command()(command)
 
 
