@@ -22,8 +22,8 @@ class Selector(LatticeCorrector):
     """score(j after i at slot s) = logit[s, j] + sum_r A(i)_r (W h_s)_r B(j)_r. B starts at 0: the plain drafter.
 
     top_k: candidates of a slot. rank: R of the codes.
-    codes: "codebook", two tables [V, R] (DFlash 2), or "embed", two projections of the embedding [R, H] (ours: about a
-        fortieth of the weights).
+    form: of the codes. "codebook", two tables [V, R] (DFlash 2), or "embed", two projections of the embedding [R, H]
+        (ours: about a fortieth of the weights).
     force_gold: in training, the text's token takes the last candidate's place where it is none of them; else such slots
         do not count (as in DFlash 2).
     on_walk: chance that a slot counts only if the selector's own choices at all slots before are the text's tokens, so
@@ -40,7 +40,7 @@ class Selector(LatticeCorrector):
         config,
         top_k: int = 16,
         rank: int = 256,
-        codes: str = "codebook",
+        form: str = "codebook",
         force_gold: bool = True,
         on_walk: float = 0.0,
         sweeps: int = 0,
@@ -50,22 +50,22 @@ class Selector(LatticeCorrector):
             raise ValueError(f"selector rank must be at least 1, got {rank}")
         if not 0 <= on_walk <= 1:
             raise ValueError(f"selector on_walk must be a chance, 0 to 1, got {on_walk}")
-        self.codes, self.force_gold, self.on_walk = codes, force_gold, on_walk
+        self.rank, self.form, self.force_gold, self.on_walk = rank, form, force_gold, on_walk
         self.hidden_projection = nn.Linear(config.hidden_size, rank, bias=False)
-        if codes == "codebook":
+        if form == "codebook":
             if config.vocab_size is None:
-                raise ValueError("selector codes='codebook' needs vocab_size, the target's number of tokens")
+                raise ValueError("selector form='codebook' needs vocab_size, the target's number of tokens")
             self.predecessor_codebook = nn.Parameter(torch.empty(config.vocab_size, rank))
             self.successor_codebook = nn.Parameter(torch.empty(config.vocab_size, rank))
-        elif codes == "embed":
+        elif form == "embed":
             self.predecessor_projection = nn.Linear(config.hidden_size, rank, bias=False)
             self.successor_projection = nn.Linear(config.hidden_size, rank, bias=False)
         else:
-            raise ValueError(f"selector codes must be 'codebook' or 'embed', got {codes!r}")
+            raise ValueError(f"selector form must be 'codebook' or 'embed', got {form!r}")
 
     def init_weights(self) -> None:
         """N(0, 0.02), the successors' side 0."""
-        if self.codes == "codebook":
+        if self.form == "codebook":
             before, behind = self.predecessor_codebook, self.successor_codebook
         else:
             before, behind = self.predecessor_projection.weight, self.successor_projection.weight
@@ -73,18 +73,23 @@ class Selector(LatticeCorrector):
         initialization.normal_(before, std=0.02)
         initialization.zeros_(behind)
 
+    def codes(self, drafter: HeadedDrafter, view: TargetView, tokens: Tensor) -> Tensor:
+        """[...] target ids -> [..., R] of them as predecessors."""
+        return self._codes(drafter, view, tokens, "predecessor")
+
+    def _codes(self, drafter: HeadedDrafter, view: TargetView, tokens: Tensor, side: str) -> Tensor:
+        if self.form == "embed":
+            return getattr(self, f"{side}_projection")(drafter.embed(tokens, view).detach())
+        # The target's head may be padded further than the tables: such a row stands for no token.
+        table = getattr(self, f"{side}_codebook")
+        return table[tokens.clamp(max=len(table) - 1)]
+
     def fit(
         self, drafter: HeadedDrafter, view: TargetView, hidden: Tensor, predecessors: Tensor, successors: Tensor
     ) -> Tensor:
         """[B, S, P, k] float32: what successors' ids [B, S, k] gain after predecessors' [B, S, P], hidden [B, S, H]."""
-        if self.codes == "codebook":
-            # The target's head may be padded further than the tables: such a row stands for no token.
-            last = len(self.predecessor_codebook) - 1
-            before = self.predecessor_codebook[predecessors.clamp(max=last)]
-            behind = self.successor_codebook[successors.clamp(max=last)]
-        else:
-            before = self.predecessor_projection(drafter.embed(predecessors, view).detach())
-            behind = self.successor_projection(drafter.embed(successors, view).detach())
+        before = self.codes(drafter, view, predecessors)
+        behind = self._codes(drafter, view, successors, "successor")
         gate = self.hidden_projection(hidden)[:, :, None]
         return (before.float() * gate.float()) @ behind.float().mT
 
