@@ -42,6 +42,7 @@ class BlockConfig(HeadConfig):
     sliding_causal: whether sliding layers are causal inside the block.
     convolution: {"taps": ..., "group_size": ..., "dynamic_from": ...}: short convolutions along the block around each
         sublayer (`convolutions.BlockConvolution`), {} for DFlash 2's, None for none.
+    slot_embed: whether each slot behind the anchor bears an embedding of its place (`slots.SlotEmbedding`).
     carryover: let a draft read the target's states of the tokens that were rejected last (Carryover, 2609.14717).
         Chains only: no tree's rejected nodes are read.
     max_stages: blocks that may be drafted before one verification (DLoop, 2610.07659). Trees have one.
@@ -90,6 +91,7 @@ class BlockConfig(HeadConfig):
     sliding_causal: bool = False
 
     convolution: dict | None = None
+    slot_embed: bool = False
     carryover: bool = False
     max_stages: int = 1
     stage_threshold: float = -0.5

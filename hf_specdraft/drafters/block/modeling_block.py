@@ -23,6 +23,7 @@ from .configuration_block import BlockConfig
 from .context_cache import ContextCache
 from .editing import EditEmbedding
 from .session_block import BlockSession
+from .slots import SlotEmbedding
 from .stages import OwnStates
 from .unroll_block import resolve_mode, unroll_block
 from .visibility import visible
@@ -165,6 +166,7 @@ class BlockDrafter(HeadedDrafter):
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = BlockRotaryEmbedding(config)
         self.edit_embedding = EditEmbedding(config) if config.edit_type_embedding else None
+        self.slot_embedding = SlotEmbedding(config) if config.slot_embed else None
         self.add_head()
         if config.corrector is not None:
             self.corrector = correctors.build(config, config.corrector)
@@ -216,6 +218,8 @@ class BlockDrafter(HeadedDrafter):
     def embed_blocks(self, ids: Tensor, view: TargetView | None = None) -> Tensor:
         """[..., block_size] ids of whole blocks -> [..., block_size, H]."""
         embeddings = self.embed(ids.flatten(0, -2), view).unflatten(0, ids.shape[:-1])
+        if self.slot_embedding is not None:
+            embeddings = self.slot_embedding(embeddings)
         if self.edit_embedding is None:
             return embeddings
         drafted = (ids != self.config.mask_token_id) & (torch.arange(ids.shape[-1], device=ids.device) > 0)
