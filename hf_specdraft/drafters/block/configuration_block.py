@@ -57,6 +57,8 @@ class BlockConfig(HeadConfig):
     corrector: {"name": ..., and its options}: makes the slots' tokens fit each other (`correctors`), None for none.
     draft_sampling: when the request samples, draw the draft from the warped marginals (and verify by its exact law)
         instead of taking the argmax.
+    predraft: options of a part that tells what a draft is worth before it is made (`predraft.PreDraft`), {} for none of
+        them; None for no such part.
     """
 
     model_type = "specdraft_block"
@@ -102,6 +104,7 @@ class BlockConfig(HeadConfig):
     edit_sampling: str = "law"
     edit_gate: str | dict | None = None
     corrector: dict | None = None
+    predraft: dict | None = None
 
     # None: as many as the stages give.
     num_assistant_tokens: int | None = None

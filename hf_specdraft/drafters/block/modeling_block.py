@@ -22,6 +22,7 @@ from . import convolutions, dialects, exports
 from .configuration_block import BlockConfig
 from .context_cache import ContextCache
 from .editing import EditEmbedding
+from .predraft import PreDraft
 from .session_block import BlockSession
 from .slots import SlotEmbedding
 from .stages import OwnStates
@@ -170,6 +171,7 @@ class BlockDrafter(HeadedDrafter):
         self.add_head()
         if config.corrector is not None:
             self.corrector = correctors.build(config, config.corrector)
+        self.predraft = None if config.predraft is None else PreDraft(config, **config.predraft)
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module | None:
@@ -243,7 +245,10 @@ class BlockDrafter(HeadedDrafter):
 
     def score(self, view: TargetView, unrolled: Unrolled) -> Scored:
         base = self.logits(view, unrolled.hidden)
-        return Scored(base) if self.corrector is None else self.corrector.teach(self, view, unrolled, base)
+        scored = Scored(base) if self.corrector is None else self.corrector.teach(self, view, unrolled, base)
+        if self.predraft is not None:
+            self.predraft.teach(unrolled, scored)
+        return scored
 
     # Itself, not a wrapper: a training config's options are checked against its signature.
     unroll = unroll_block

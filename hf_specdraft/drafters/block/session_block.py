@@ -15,6 +15,7 @@ from ...verification import argmax
 from ..base import Session, TargetView
 from .context_cache import ContextCache, ragged
 from .editing import edited_block
+from .predraft import History
 from .stages import draft_stages
 
 if TYPE_CHECKING:
@@ -38,10 +39,13 @@ class BlockSession(Session):
         self.carrying: Features | None = None
         self.temporary: dict = {}  # further context of the next pass (its arguments), which this draft alone reads
         self.heard = [0] * batch  # per row, the position after the last one heard of
+        self.history = None if drafter.predraft is None else History(batch)
 
     def observe(self, commit: Commit) -> None:
         if self.memory is not None:
             self.memory.hear(commit.tokens)
+        if self.history is not None:
+            self.history.hear([len(tokens) for tokens in commit.tokens])
         self.rejected = commit.rejected if commit.rejected is not None and any(commit.rejected.counts) else None
         piece = commit.features
         if piece is None:
@@ -64,6 +68,8 @@ class BlockSession(Session):
         self.cache.keep(rows)
         if self.memory is not None:
             self.memory.keep(rows)
+        if self.history is not None:
+            self.history.keep(rows)
         self.heard = [self.heard[row] for row in rows]
 
         def kept(pieces: list[Features]) -> list[Features]:
@@ -77,9 +83,24 @@ class BlockSession(Session):
         self.rejected = next(iter(kept([] if self.rejected is None else [self.rejected])), None)
 
     @torch.no_grad()
+    def outlook(self) -> Tensor | None:
+        drafter = self.drafter
+        if drafter.predraft is None:
+            return None
+        fused = torch.zeros(len(self.heard), drafter.config.hidden_size, dtype=drafter.dtype, device=drafter.device)
+        for piece in self.pending:  # the latest stand last
+            rows = [b for b, count in enumerate(piece.counts) if count]
+            last = piece.hidden[rows, [piece.counts[b] - 1 for b in rows]]
+            fused[rows] = drafter.fused(last.to(drafter.device, drafter.dtype))
+        recent, position = (torch.tensor(x, device=drafter.device) for x in (self.history.recent, self.heard))
+        return drafter.predraft.survival(fused, recent, position)
+
+    @torch.no_grad()
     def propose(self, context: Context) -> Draft:
         if max(context.lengths, default=0) < 1:
             return Draft.empty(len(context.lengths), self.drafter.device)
+        if self.history is not None:
+            self.history.drafted = list(context.lengths)
         lasting = [old + sum(p.counts[b] for p in self.pending) for b, old in enumerate(self.cache.counts)]
         self.carrying = self.rejected
         draft = draft_stages(self, context)
