@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import json
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -262,3 +263,9 @@ def test_the_converted_model_answers_and_is_lossless(tmp_path):
     ask = ("check", "--target", folder, "--prompts", ROOT / "examples" / "prompts.jsonl", "--max-new-tokens", 8)
     said = call(*ask)
     assert said.exit_code == 0 and "8 of 8 prompts" in said.stdout
+
+
+def test_the_command_is_a_module_too():
+    """As `accelerate launch -m hf_specdraft.cli` and scripts/ablation.py run it."""
+    done = subprocess.run([sys.executable, "-m", "hf_specdraft.cli", "recipes"], capture_output=True, text=True)
+    assert done.returncode == 0 and "| `dspark` |" in done.stdout
