@@ -32,6 +32,7 @@ from .verification import sample
 if TYPE_CHECKING:
     from .confidence import ConfidenceHead
     from .correctors import Corrector
+    from .drafters.block.predraft import PreDraft
 
 
 class HeadConfig(DrafterConfig):
@@ -88,7 +89,9 @@ class HeadedDrafter(Drafter):
             self.lm_head = LowRankHead(config.hidden_size, config.draft_head_rank, rows)
         elif config.own_head:
             self.lm_head = nn.Linear(config.hidden_size, rows, bias=False)
-        self.corrector: Corrector | None = None  # what a family's config may name
+        # What a family's config may name.
+        self.corrector: Corrector | None = None
+        self.predraft: PreDraft | None = None
         self.confidence: ConfidenceHead | None = None  # likewise
         ids = torch.arange(config.draft_vocab_size) if config.draft_vocab_size else None
         self.register_buffer("draft_ids", ids, persistent=True)

@@ -73,7 +73,7 @@ def chance(partial: Partial) -> Tensor:
     """[B] float32 probability of the latest token under the law it was taken from."""
     index = partial.tokens.to(partial.logits.device)
     if partial.ids is not None:
-        index = torch.searchsorted(partial.ids, index).clamp(max=len(partial.ids) - 1)
+        index = torch.searchsorted(partial.ids, index.contiguous()).clamp(max=len(partial.ids) - 1)
     taken = partial.logits.gather(1, index[:, None])[:, 0]
     return (taken - partial.logits.logsumexp(-1)).float().exp()
 

@@ -1,0 +1,212 @@
+"""Rules that end a draft behind an unsure token: what they stop at, that nothing about the output changes, and that the
+way they must not work would be noticed."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from types import SimpleNamespace
+
+import bias
+import pytest
+import torch
+from conftest import tiny_llama
+from scripted import prompts
+
+from hf_specdraft import policies
+from hf_specdraft.draft import Block, Draft, Partial
+from hf_specdraft.drafters.assistant import AssistantDrafter
+from hf_specdraft.drafters.block import BlockConfig, BlockDrafter
+from hf_specdraft.drafters.eagle3 import Eagle3Config, Eagle3Drafter
+from hf_specdraft.policies import Costs, FixedLength, Threshold, base
+from hf_specdraft.policies.stop_rules import SVIP, CostAware, HFThreshold, Kangaroo, best_threshold
+from hf_specdraft.trees import prune
+
+RULES = {
+    "hf_threshold": {"name": "hf_threshold", "threshold": 0.3},
+    "svip": {"name": "svip", "threshold": 0.4},
+    "kangaroo": {"name": "kangaroo", "threshold": 0.3},
+    "kangaroo, cumulative": {"name": "kangaroo", "threshold": 0.2, "cumulative": True},
+    "cost_aware": "cost_aware",
+}
+FAMILIES = {
+    "assistant": lambda **f: AssistantDrafter.from_model(tiny_llama(3, vocab=f.pop("vocab_size", 64)), **f),
+    "eagle3": lambda **f: Eagle3Drafter(Eagle3Config.tiny(**f)).eval(),
+    "block": lambda **f: BlockDrafter(BlockConfig.tiny(**f)).eval(),
+}
+
+
+def situation(length: int = 8, batch: int = 1, costs: Costs | None = None, sequential: bool = True):
+    drafter = SimpleNamespace(is_sequential=sequential)
+    made = base.Situation(None, drafter, batch, 8, FixedLength(length, batch=batch))
+    made.costs = lambda: costs
+    return made
+
+
+def asked(rule, laws: list[list[float]], tokens: list[int]) -> int:
+    """How many tokens one row's draft has when the rule hears these laws and tokens one by one."""
+    for step, (probs, token) in enumerate(zip(laws, tokens), 1):
+        logits = torch.tensor([probs]).log()
+        if step == len(laws) or not rule.more(Partial(step, torch.tensor([token]), logits))[0]:
+            return step
+
+
+# What each rule stops at --------------------------------------------------------------------------------------------
+
+
+LAWS = [[0.9, 0.1], [0.7, 0.3], [0.6, 0.4], [0.9, 0.1]]
+
+
+@pytest.mark.parametrize(
+    "rule, tokens, length",
+    [
+        (Threshold(0.65), [0, 0, 0, 0], 3),
+        (Threshold(0.35), [0, 1, 0, 0], 2),  # of the token itself, not of the best one
+        (Kangaroo(situation(), 0.65), [0, 1, 0, 0], 3),  # of the best one, whatever was drawn
+        (Kangaroo(situation(), 0.65, cumulative=True), [0, 0, 0, 0], 2),  # 0.9 * 0.7
+        (SVIP(situation(), float("inf")), [0] * 4, 4),
+        (SVIP(situation(), 0.0), [0] * 4, 1),
+        (SVIP(situation(), 0.3), [0] * 4, 2),  # sqrt(0.15 * entropy) = 0.22, 0.30, 0.32
+    ],
+)
+def test_a_draft_ends_behind_the_first_unsure_token(rule, tokens, length):
+    assert asked(rule, LAWS, tokens) == length
+    assert asked(rule, LAWS, tokens) == length, "a new draft begins at step 1"
+
+
+def test_each_row_ends_for_itself():
+    logits = torch.tensor([[0.9, 0.1], [0.5, 0.5], [float("nan"), 0.5]]).log()
+    assert Kangaroo(situation(batch=3)).more(Partial(1, torch.tensor([0, 0, 0]), logits)) == [True, False, False]
+
+
+def test_probabilities_of_a_reduced_vocabulary_are_looked_up_by_token():
+    partial = Partial(1, torch.tensor([7, 3]), torch.tensor([[0.2, 0.8], [0.3, 0.7]]).log(), ids=torch.tensor([3, 7]))
+    assert Threshold(0.5).more(partial) == [True, False]
+
+
+def test_cost_aware_drafts_while_tokens_per_second_rise():
+    """Against the best length by exhaustion, of laws that are equally sure at each step."""
+    for sure, draft, node in itertools.product((0.95, 0.8, 0.5), (0.05, 0.3, 1.0), (0.0, 0.1)):
+        costs = Costs({0: 1.0, 8: 1.0 + 8 * node}, 8 * draft)
+        rule = CostAware(situation(8, costs=costs))
+        rates = [sum(sure**i for i in range(n + 1)) / (1 + n * (node + draft)) for n in range(1, 9)]
+        assert asked(rule, [[sure, 1 - sure]] * 8, [0] * 8) == rates.index(max(rates)) + 1
+    assert asked(CostAware(situation(4, costs=Costs())), LAWS, [0] * 4) == 4, "nothing is known yet"
+
+
+def test_the_online_threshold_is_transformers_own():
+    """By exhaustion over the thresholds that tell the samples apart."""
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        chances = (torch.rand(30, generator=generator) * 10).round() / 10  # with ties
+        right = torch.rand(30, generator=generator) < chances
+        if not right.any() or right.all():
+            continue
+        costs = {
+            float(t): float((chances[~right] >= t).float().mean() + 3 * (chances[right] < t).float().mean())
+            for t in chances.unique()
+        }
+        chosen = best_threshold(chances, right)
+        assert costs[chosen] == pytest.approx(min(costs.values()))
+        assert all(t <= chosen for t, cost in costs.items() if cost < costs[chosen] + 1e-6)
+
+
+def test_the_threshold_is_refitted_by_what_was_accepted():
+    rule = HFThreshold(situation(4), threshold=0.1)
+    for accepted, tokens in ((2, [0, 0, 0, 0]), (3, [0, 0, 0, 0]), (1, [0, 1, 0, 0])):
+        rule.before([0])
+        asked(rule, LAWS, tokens)
+        rule.observe([0], [4], [[5] * (accepted + 1)])
+    # 0.9, 0.7 right and 0.6 wrong; three right; 0.9 right and 0.3 wrong: 0.6 loses one of six right ones at most.
+    assert rule.threshold == pytest.approx(0.6)
+    fixed = HFThreshold(situation(4), threshold=0.1, online=False)
+    asked(fixed, LAWS, [0] * 4)
+    fixed.observe([0], [4], [[5]])
+    assert fixed.threshold == 0.1
+
+
+# Blocks ---------------------------------------------------------------------------------------------------------------
+
+
+def block_draft(laws: list[list[list[float]]]) -> Draft:
+    logits = torch.tensor(laws).log()
+    block = Block(logits, None, torch.zeros(*logits.shape[:2], 1), torch.zeros(len(laws), dtype=torch.long))
+    tokens = logits.argmax(-1)
+    return Draft.chain(tokens, [tokens.shape[1]] * len(laws), evidence=block, confidence_kind="prior")
+
+
+def test_a_block_is_cut_behind_its_first_unsure_slot():
+    sure, unsure = [0.9, 0.1], [0.6, 0.4]
+    draft = block_draft([[sure, unsure, sure, sure], [unsure, sure, sure, sure], [sure, sure, sure, unsure]])
+    cut = Kangaroo(situation(4, 3), 0.7).cut(draft, [True] * 3)
+    assert cut.valid.sum(1).tolist() == [2, 1, 4]
+    assert cut.tokens[0].tolist() == draft.tokens[0].tolist()
+
+
+def test_what_was_asked_token_by_token_is_not_cut_again():
+    rule, draft = Kangaroo(situation(4), 0.7), block_draft([[[0.6, 0.4]] * 4])
+    rule.more(Partial(1, torch.tensor([0]), torch.zeros(1, 2)))
+    assert rule.cut(draft, [True]) is draft
+    assert rule.cut(draft, [True]).shape[1] == 1, "the next draft is"
+
+
+# The output -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_output_is_plain(family, rule):
+    target, inputs = tiny_llama(), prompts(3)
+    drafter = FAMILIES[family](num_assistant_tokens=3, policy=RULES[rule])
+    request = dict(max_new_tokens=30, do_sample=False, return_dict_in_generate=True)
+    plain = target.generate(**inputs, **request)
+    out = target.generate(**inputs, assistant_model=drafter, **request)
+    assert torch.equal(out.sequences, plain.sequences)
+    if rule != "cost_aware":
+        assert out.speculation.verified < 3 * sum(out.speculation.rounds), "the rule acts"
+
+
+@pytest.mark.parametrize("way", ["token by token", "cut"])
+@pytest.mark.parametrize("rule", RULES)
+def test_rules_leave_the_law_of_the_output(rule, way):
+    def decide(draft: Draft) -> Draft:
+        made = policies.make(rule_options(rule), situation(2, 9, Costs({0: 1.0, 8: 1.2}, 0.3)))
+        return bias.token_by_token(made)(draft) if way == "token by token" else made.cut(draft, [])
+
+    assert max(bias.distance(seed, decide) for seed in range(6)) < 1e-12
+    kept = sum(int(decide(bias.drafts(*bias.tables(seed)[2:])[0]).valid.sum()) for seed in range(6))
+    assert 6 * 9 < kept < 6 * 18, "the rule acts, and the first token always stays"
+
+
+def rule_options(rule: str) -> dict:
+    """The rules at a threshold that some of the toy's tokens pass."""
+    options = RULES[rule] if isinstance(RULES[rule], dict) else {"name": RULES[rule]}
+    return options | ({"threshold": 0.38 if rule == "svip" else 0.45} if "threshold" in options else {})
+
+
+def test_dropping_the_unsure_token_is_noticed():
+    def dropping(draft: Draft) -> Draft:
+        chances = draft.law.probs.gather(-1, draft.tokens[..., None])[..., 0]
+        return prune(draft, chances >= 0.3, looked_at_token=False)
+
+    assert max(bias.distance(seed, dropping) for seed in range(6)) > 0.01
+    told = lambda draft: replace(dropping(draft), law=None)  # noqa: E731
+    assert bias.distance(0, told) < 1e-12, "as a point draft it is exact"
+
+
+@pytest.mark.parametrize(
+    "policy, words",
+    [
+        ({"name": "hf_threshold", "threshold": 1.5}, ("threshold", "1.5")),
+        ({"name": "svip", "threshold": -1}, ("threshold", "-1")),
+        ({"name": "kangaroo", "threshold": 2}, ("threshold", "2")),
+        ("specdecpp", ("acceptance head", "loss.terms acceptance")),
+        ("adaflash", ("length head", "loss.terms length")),
+        ("speckv", ("controller", "fit")),
+    ],
+)
+def test_impossible_options_are_refused(policy, words):
+    drafter = AssistantDrafter.from_model(tiny_llama(3), policy=policy)
+    with pytest.raises(ValueError) as error:
+        tiny_llama().generate(**prompts(1), assistant_model=drafter, max_new_tokens=4)
+    assert all(word in str(error.value) for word in words)
