@@ -55,10 +55,14 @@ class BlockConfig(HeadConfig):
     edit_gate: "cavity", or {"name": "cavity", and options of `editing.CavityGate`}: keep the round's draft of lowest
         energy (DRLM), a point draft; None: the last pass's. Needs two edit passes, one to judge what the other made.
     corrector: {"name": ..., and its options}: makes the slots' tokens fit each other (`correctors`), None for none.
-    draft_sampling: when the request samples, draw the draft from the warped marginals (and verify by its exact law)
-        instead of taking the argmax.
+    confidence: options of a head that estimates each slot's chance of being accepted (`confidence.ConfidenceHead`),
+        {} for none of them; None for no head.
     predraft: options of a part that tells what a draft is worth before it is made (`predraft.PreDraft`), {} for none of
         them; None for no such part.
+    length_head: options of a head that estimates how much of a block is worth verifying (`length_head.LengthHead`, for
+        the policy "adaflash"), {} for none of them; None for no head.
+    draft_sampling: when the request samples, draw the draft from the warped marginals (and verify by its exact law)
+        instead of taking the argmax.
     """
 
     model_type = "specdraft_block"
@@ -104,6 +108,8 @@ class BlockConfig(HeadConfig):
     edit_sampling: str = "law"
     edit_gate: str | dict | None = None
     corrector: dict | None = None
+    confidence: dict | None = None
+    length_head: dict | None = None
     predraft: dict | None = None
 
     # None: as many as the stages give.

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding, rotate_half
 from transformers.utils import ModelOutput
 
-from ... import correctors
+from ... import confidence, correctors, length_head
 from ...heads import HeadConfig, HeadedDrafter
 from ...parts import Scored
 from ...training.records import TrainingBatch, Unrolled
@@ -171,6 +171,9 @@ class BlockDrafter(HeadedDrafter):
         self.add_head()
         if config.corrector is not None:
             self.corrector = correctors.build(config, config.corrector)
+        self.length_head = None if config.length_head is None else length_head.build(config, config.length_head)
+        if config.confidence is not None:
+            self.confidence = confidence.build(config, config.confidence, self.corrector)
         self.predraft = None if config.predraft is None else PreDraft(config, **config.predraft)
         self.post_init()
 
@@ -227,6 +230,13 @@ class BlockDrafter(HeadedDrafter):
         drafted = (ids != self.config.mask_token_id) & (torch.arange(ids.shape[-1], device=ids.device) > 0)
         return self.edit_embedding(embeddings, drafted)
 
+    def grown(self, **fields) -> BlockDrafter:
+        """As Drafter.grown. A drafter that drafted as deep as its stages gave does so with more of them."""
+        config = self.config
+        if "max_stages" in fields and config.num_assistant_tokens == config.max_stages * config.num_drafts:
+            fields = {"num_assistant_tokens": None, **fields}
+        return super().grown(**fields)
+
     @torch.no_grad()
     def start_from(self, view: TargetView, batches: Iterable[TrainingBatch]) -> None:
         """Give the final norm the size that the head is used to, channel by channel: from noise of another size, the
@@ -246,6 +256,10 @@ class BlockDrafter(HeadedDrafter):
     def score(self, view: TargetView, unrolled: Unrolled) -> Scored:
         base = self.logits(view, unrolled.hidden)
         scored = Scored(base) if self.corrector is None else self.corrector.teach(self, view, unrolled, base)
+        if self.confidence is not None:
+            self.confidence.teach(self, view, unrolled, scored)
+        if self.length_head is not None:
+            self.length_head.teach(self, view, unrolled, scored)
         if self.predraft is not None:
             self.predraft.teach(unrolled, scored)
         return scored

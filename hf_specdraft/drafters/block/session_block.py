@@ -158,14 +158,17 @@ class BlockSession(Session):
             inputs_embeds=drafter.embed_blocks(ids, self.view),
             position_ids=start[:, None] + torch.arange(config.block_size, device=drafter.device),
             cache=self.cache,
-            slots=slots,
+            slots=slots if drafter.length_head is None else slice(None),
             head=False,
             **new,
         )
         if self.memory is not None and any(lasting):
             self.memory.observe(out.context, new["feature_positions"], lasting)
-        logits = drafter.logits(self.view, out.last_hidden_state)
-        return Block(logits, drafter.draft_ids, out.last_hidden_state, context.anchor.to(drafter.device), self.memory)
+        hidden, share = out.last_hidden_state, None
+        if drafter.length_head is not None:
+            hidden, share = hidden[:, slots], drafter.length_head.share(drafter, self.view, hidden)
+        logits = drafter.logits(self.view, hidden)
+        return Block(logits, drafter.draft_ids, hidden, context.anchor.to(drafter.device), self.memory, share=share)
 
     def _take_context(self) -> tuple[dict, list[int]]:
         """What the next pass reads in (arguments of `draft_pass`), and how much of it lasts in each row: the context

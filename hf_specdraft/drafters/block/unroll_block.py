@@ -10,7 +10,7 @@ import importlib
 import inspect
 import pkgutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,7 +70,7 @@ def unroll_block(
 
 def unroll_plain(reading: Reading, generator: torch.Generator | None) -> Unrolled:
     """One pass over the anchors and masks."""
-    return reading.unrolled(reading.states(reading.masked()))
+    return replace(reading.unrolled(reading.states(reading.masked())), blocks=reading.whole)
 
 
 def resolve_mode(mode: str | dict[str, Any]) -> tuple[Callable[..., Unrolled], dict[str, Any]]:
@@ -121,6 +121,7 @@ class Reading:
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self.fused: Tensor | None = None  # [B, L, H] the context as the layers read it
+        self.whole: Tensor | None = None  # [n, size, H] all slots' states of the last pass, for a length head
 
     def extend(self, positions: Tensor, counts: list[int]) -> None:
         """Nothing: the context of a reading is whole at once."""
@@ -156,7 +157,10 @@ class Reading:
         )
         self.fused = out.context if new else self.fused
         drafting = slice(config.first_slot, config.first_slot + config.num_drafts)
-        return out.last_hidden_state.unflatten(1, (-1, config.block_size))[self.blocks.real, drafting]
+        states = out.last_hidden_state.unflatten(1, (-1, config.block_size))
+        if drafter.length_head is not None:
+            self.whole = states[self.blocks.real].detach()
+        return states[self.blocks.real, drafting]
 
     def unrolled(self, hidden: Tensor) -> Unrolled:
         """States [n, S, H] of the real blocks, and what they should say."""
