@@ -6,6 +6,7 @@
 | gru | what a GRU over the block's tokens so far says | Domino 2605.29707 |
 | lilicorr | how well neighbouring candidates fit, by attention among all of them | LiLiCorr 2608.20530 |
 | selector | how well neighbouring candidates fit, by codes of each and the slot's state | DFlash 2, DCOCO |
+| prefix_attention | what the token before says, in the light of the whole context | 2608.27339 |
 | path | what the text so far says, by a search over its trigrams; nothing to train | DiffuSpec 2510.02358 |
 """
 

@@ -116,25 +116,23 @@ class Proposals:
         drafter.check(self.view)
         self.features = LiveFeatures(target, drafter.feature_layers, law=False)
         self.order: int | None = None
-        self.slots = self._laws(context, continuation[None]).shape[1]
-        slots = min(self.slots, len(continuation))
+        slots = self(context, continuation[None]).shape[1]
         others = (continuation + 1) % self.view.vocab_size
         before = torch.cat((others[: max(slots - 2, 0)], continuation[max(slots - 2, 0) :]))
-        law, unlike, like = self._laws(context, torch.stack((continuation, others, before)))[:, slots - 1]
+        law, unlike, like = self(context, torch.stack((continuation, others, before)))[:, slots - 1]
         # Rows of one pass may differ by rounding.
         self.order = next((m for m, x in enumerate((unlike, like)) if (law - x).abs().max() < 1e-5), None)
 
+    @torch.no_grad()
     def __call__(self, context: Tensor, tokens: Tensor) -> Tensor:
         """[N, S, V] laws along N continuations `tokens` [N, S]; S may come out less, as many as the drafter drafts."""
+        features = self.features(_batch(context[None])).features
         if self.order == 0:
-            return self._laws(context, tokens[:1]).expand(len(tokens), -1, -1)
-        return torch.cat([self._laws(context, part) for part in tokens.split(_ROWS)])
+            return self._laws(context, features, tokens[:1]).expand(len(tokens), -1, -1)
+        return torch.cat([self._laws(context, features, part) for part in tokens.split(_ROWS)])
 
-    @torch.no_grad()
-    def _laws(self, context: Tensor, tokens: Tensor) -> Tensor:
+    def _laws(self, context: Tensor, features: Tensor | None, tokens: Tensor) -> Tensor:
         (rows, slots), known = tokens.shape, len(context)
-        batch = _batch(context[None])
-        features = self.features(batch).features
         ids = torch.cat((context.expand(rows, -1), tokens.to(context.device)), dim=1)
         mask = torch.zeros_like(ids, dtype=torch.bool)
         mask[:, known - 1 : known + 1] = True  # makes the context's last token the one anchor
