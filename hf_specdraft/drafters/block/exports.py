@@ -88,6 +88,7 @@ def _refuse(drafter: BlockDrafter, dialect: str) -> None:
         "the target's final state among those read": config.reads_final,
         "rejected tokens that are read": config.carryover,
         "drafts of several blocks": config.max_stages > 1,
+        "drafts that are edited": config.edit_passes > 0,
         "an anchor slot that drafts": config.anchor_drafts and dialect not in ("speculators", "deepspec"),
         "an anchor slot that does not draft": not config.anchor_drafts and dialect == "deepspec",
         "another hidden size than its target's": config.target_hidden_size != config.hidden_size
