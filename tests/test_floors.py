@@ -16,9 +16,11 @@ from targets import target
 from typer.testing import CliRunner
 
 from hf_specdraft import cli
-from hf_specdraft.draft import Draft, Law
+from hf_specdraft.draft import Commit, Context, Draft, Features, Law
+from hf_specdraft.drafters import TargetView
 from hf_specdraft.drafters.assistant import AssistantDrafter
 from hf_specdraft.drafters.block import BlockConfig, BlockDrafter
+from hf_specdraft.drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from hf_specdraft.evaluation import floors, rollouts
 from hf_specdraft.verification import walk
 
@@ -160,12 +162,37 @@ def test_a_drafter_that_is_the_target_is_never_rejected():
         assert slot.rejection == pytest.approx(0, abs=1e-4) and slot.gap == pytest.approx(0, abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("options", "order"), [(dict(rank=8), 1), (dict(rank=8, kind="rnn"), None)], ids=["vanilla", "rnn"]
-)
-def test_the_order_of_a_drafter_is_found(options, order):
-    drafter = block_drafter(corrector={"name": "markov", **options}, vocab_size=64)
+def markov_drafter(rank: int = 8, **options) -> BlockDrafter:
+    drafter = block_drafter(corrector={"name": "markov", "rank": rank, **options}, vocab_size=64)
     torch.nn.init.normal_(drafter.corrector.markov_w2.weight)
+    return drafter
+
+
+def eagle_drafter() -> Eagle3Drafter:
+    return Eagle3Drafter(Eagle3Config.tiny()).eval()
+
+
+@pytest.mark.parametrize("make", [block_drafter, markov_drafter, eagle_drafter])
+def test_proposals_are_what_a_session_draws_from(make):
+    model, (context,) = target("llama"), contexts(1)
+    drafter = make()
+    known = len(context) - 1
+    with torch.no_grad():
+        states = model(context[None], output_hidden_states=True).hidden_states
+    hidden = torch.cat([states[layer + 1] for layer in drafter.feature_layers], -1)[:, :known]
+    session = drafter.start(TargetView(model), 1)
+    session.observe(Commit([context.tolist()], Features(hidden, [known], [0])))
+    draft = session.propose(Context(context[-1:], [known], [3], 3, do_sample=True))
+    laws = rollouts.Proposals(drafter, model, context, draft.tokens[0])(context, draft.tokens)
+    for slot in range(draft.shape[1]):
+        drawn = draft.law.at(torch.tensor([slot]), 64)
+        torch.testing.assert_close(laws[:, slot], drawn, atol=1e-5, rtol=0)
+    assert draft.shape[1] >= 2
+
+
+@pytest.mark.parametrize(("options", "order"), [({}, 1), (dict(kind="rnn"), None)], ids=["vanilla", "rnn"])
+def test_the_order_of_a_drafter_is_found(options, order):
+    drafter = markov_drafter(**options)
     model, (context,) = target("llama"), contexts(1)
     rolled = rollouts.roll_out(model, context, 20, 3, 64)
     proposals = rollouts.Proposals(drafter, model, context, rolled.tokens[-1])
