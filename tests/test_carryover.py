@@ -5,6 +5,10 @@ import torch
 from targets import NEW_TOKENS, padded, plain, prompts, target
 from test_block import RULES, WIDTH, commit, context, logits_alone, make_drafter, make_target, states
 from test_lossless import assert_equals_plain
+from test_trainer import arguments
+from test_trainer import make_drafter as make_small
+from test_trainer import make_target as make_small_target
+from test_trainer import rows as texts
 from test_unroll_block import LONG, OTHER, SHORT, pack
 from torch.nn import functional as F
 
@@ -14,6 +18,8 @@ from hf_specdraft.drafters.block import BlockSession
 from hf_specdraft.features import selected
 from hf_specdraft.target import TargetPass
 from hf_specdraft.training.features import LiveFeatures
+from hf_specdraft.training.loss import DraftLoss
+from hf_specdraft.training.trainer import DraftTrainer
 from hf_specdraft.training.verify import BranchVerifier
 
 
@@ -283,6 +289,26 @@ def test_the_loss_reaches_the_mark_through_the_second_draft_only(world, view):
         gradient = drafter.carry_embedding.grad
         assert (gradient is None or not gradient.any()) == (dropout == 1.0)
         assert drafter.fc.weight.grad.any()
+
+
+@pytest.mark.parametrize(("fields", "part"), [({"carryover": True}, "carry"), ({"max_stages": 2}, "own_states")])
+def test_the_trainer_trains_it(fields, part, tmp_path):
+    """Every step gives the target to the unroll; evaluation goes on as for a plain drafter."""
+    trainer = DraftTrainer(
+        make_small(**fields),
+        arguments(tmp_path, max_steps=3, unroll={"anchors": 4}),
+        target=make_small_target(),
+        loss=DraftLoss("ce"),
+        train_dataset=texts(8),
+        eval_dataset=texts(2, seed=1),
+        eval_prompts=[("random", torch.tensor([5, 3, 9]))],
+    )
+    torch.manual_seed(0)
+    trainer.train()
+    metrics = trainer.evaluate()
+    assert metrics["eval_tau"] >= 1 and metrics["eval_simulated_tau"] >= 1
+    parts = [weight for name, weight in trainer.drafter.named_parameters() if name.startswith(part)]
+    assert parts and all(weight.any() for weight in parts)
 
 
 def test_refusals(world, view):

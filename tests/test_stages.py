@@ -321,6 +321,8 @@ def test_the_law_of_a_staged_draft_is_that_of_its_blocks(view):
 def test_a_checkpoint_keeps_its_stages(tmp_path):
     drafter = looping()
     assert drafter.config.num_assistant_tokens == 3 * K
+    assert make_drafter().grown(max_stages=2).config.num_assistant_tokens == 2 * K
+    assert make_drafter(num_assistant_tokens=2).grown(max_stages=2).config.num_assistant_tokens == 2
     drafter.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["max_stages"] == 3
     loaded = AutoDrafter.from_pretrained(tmp_path)
