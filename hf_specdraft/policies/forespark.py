@@ -21,6 +21,7 @@ class ForeSpark(Budgeted):
     as make expected tokens per second of draft and pass greatest. None at all where plain decoding is faster. The
     chances are the drafter's (`Session.outlook`), or those of an unchanging chance per token, counted over each row's
     recent rounds.
+    Trees are drafted in full.
     After: no more than was planned is verified, and less where the drafted tokens' own confidences say so. More may be
     drafted than is verified (`kappas`) where choosing among them has gained enough so far.
 
@@ -55,12 +56,15 @@ class ForeSpark(Budgeted):
         self.gains = {float(kappa): 1.0 for kappa in sorted(kappas)}  # by kappa, what choosing multiplies S by
         self._hits, self._misses = ([0.0] * situation.batch for _ in range(2))
         self._rounds = 0
+        self._in_full = situation.nodes > 0
         self._plan: Growth | None = None
         self._budget: int | None = None  # steps of verification; None for all
         self._chooses = True  # whether the drafts are of a kind that `cut` may choose from
 
     def before(self, rows: list[int], outlook: Callable[[], Tensor | None] = lambda: None) -> list[int]:
         limits = self.inner.before(rows)
+        if self._in_full:
+            return limits
         self._plan = Growth(self._survival(rows, outlook(), limits), self.prices.packed)
         self._rounds += 1
         if (self._rounds - 1) % self.explore == 0:
@@ -78,7 +82,7 @@ class ForeSpark(Budgeted):
             return draft
         survival, rank = ranked(draft)
         growth = Growth(survival, self.prices.packed)
-        if draft.is_chain:
+        if self._plan is not None:
             self._learn(survival)
 
         def rate(step: int) -> float:

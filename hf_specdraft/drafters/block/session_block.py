@@ -167,8 +167,19 @@ class BlockSession(Session):
         hidden, share = out.last_hidden_state, None
         if drafter.length_head is not None:
             hidden, share = hidden[:, slots], drafter.length_head.share(drafter, self.view, hidden)
-        logits = drafter.logits(self.view, hidden)
+        logits = self._logits(hidden, context.lengths)
         return Block(logits, drafter.draft_ids, hidden, context.anchor.to(drafter.device), self.memory, share=share)
+
+    def _logits(self, hidden: Tensor, lengths: list[int]) -> Tensor:
+        """[B, S, H] -> [B, S, K], by the head where a row drafts, zeros beyond; editors read every slot."""
+        drafts = torch.arange(hidden.shape[1]) < torch.tensor(lengths)[:, None]
+        if self.drafter.config.edit_passes or bool(drafts.all()):
+            return self.drafter.logits(self.view, hidden)
+        row, slot = (index.to(hidden.device) for index in drafts.nonzero(as_tuple=True))
+        some = self.drafter.logits(self.view, hidden[row, slot])
+        logits = some.new_zeros(*drafts.shape, some.shape[-1])
+        logits[row, slot] = some
+        return logits
 
     def _take_context(self) -> tuple[dict, list[int]]:
         """What the next pass reads in (arguments of `draft_pass`), and how much of it lasts in each row: the context
