@@ -176,7 +176,7 @@ def tree(
     No child is likelier than its parent, so the tree is found once none of the best nodes is left to expand. They are
     expanded from the deepest down, a few at once: the first steps down to the last slot leave little to do above.
 
-    A point draft, exact for any choice of nodes. Confidence is the path's probability. One device read per step.
+    A point draft, exact for any choice of nodes. Confidence is the path's probability. Each step waits for the device.
     """
     budget = context.nodes
     start = corrector.begin(drafter, view, block)
@@ -224,6 +224,8 @@ def _expand(
         # Stable: a parent stays before a child that is as good.
         best[row].sort(key=_falling)
         del best[row][budget:]
+        if len(best[row]) == budget:
+            best[row][-1].is_open = False  # no child of it is better than the last
 
 
 def _falling(node: _Node) -> float:

@@ -203,6 +203,13 @@ def test_sampled_output_has_the_targets_law(monkeypatch):
     assert_fits(drafter, "all_warpers")
 
 
+def test_without_a_text_the_marginals_decide():
+    probs = marginals(seed=1)
+    block = block_of(probs)
+    block.memory = None
+    assert found(PathSearch(None), block) == torch.tensor(probs).argmax(-1).tolist()
+
+
 def test_training_leaves_the_marginals():
     base = torch.randn(2, 3, 6)
     scored = PathSearch(None).teach(None, None, None, base)

@@ -72,10 +72,11 @@ class Text(Memory):
 class PathState(State):
     """carry: [R] the token before the last one, -1 for none.
 
-    columns: per row and slot, the candidates on the host. ids, log_probs: [B, S, M] their target ids and marginal
+    texts: of the block's rows. columns: per row and slot, the candidates on the host. ids, log_probs: [B, S, M] their target ids and marginal
     log-probabilities, -inf for what is not a candidate.
     """
 
+    texts: list[Trigrams] | None = None
     columns: list[list[list[int]]] | None = None
     ids: Tensor | None = None
     log_probs: Tensor | None = None
@@ -125,14 +126,14 @@ class PathSearch(Corrector):
         known = torch.cat([best.masked_fill(~candidates | is_end, -torch.inf), log_probs[:, :, rows]], 2)
         known = known.masked_fill(ended, -torch.inf)
         ids = torch.cat([ids, vocabulary[rows].expand(*ids.shape[:2], -1)], 2)
-        last = [row.last[-2] if len(row.last) > 1 else -1 for row in block.memory.rows]
+        texts = [Trigrams()] * len(ids) if block.memory is None else block.memory.rows  # training has no memory
+        last = [text.last[-2] if len(text.last) > 1 else -1 for text in texts]
         walkers, carry = torch.arange(len(last), device=ids.device), torch.tensor(last, device=ids.device)
-        return PathState(drafter, view, block, walkers, carry, ids.tolist(), ids, known)
+        return PathState(drafter, view, block, walkers, carry, texts, ids.tolist(), ids, known)
 
     def step(self, state: PathState, slot: int, previous: Tensor) -> tuple[Scores, PathState]:
-        texts = state.block.memory.rows
         text = [
-            texts[row].probs((first, second)[first < 0 :], state.columns[row][slot], state.view.vocab_size)
+            state.texts[row].probs((first, second)[first < 0 :], state.columns[row][slot], state.view.vocab_size)
             for row, first, second in torch.stack([state.rows, state.carry, previous], 1).tolist()
         ]
         marginal = state.log_probs[state.rows, slot]

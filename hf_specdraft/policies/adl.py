@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..draft import Block, Draft
 from ..drafters.base import end_ids
+from ..verification import argmax
 from .base import Policy, Situation
 
 
@@ -59,7 +60,7 @@ class AdaptiveDraftLength(Policy):
         """The whole draft, taken down."""
         said = draft.tokens if draft.is_chain else draft.tokens[:, :0]
         if isinstance(draft.evidence, Block):
-            said = draft.evidence.logits.argmax(-1)
+            said = argmax(draft.evidence.logits)
             said = said if draft.evidence.ids is None else draft.evidence.ids[said]
         self._said = torch.isin(said, self._ends.to(said.device))
         return draft
