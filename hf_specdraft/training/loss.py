@@ -26,7 +26,8 @@ class DraftLoss:
 
     terms: as in a recipe: an objective's name ("ce"), or by name its weight, or a dict of its weight and its options:
         {"ce": 0.1, "tv": 1.8} or {"forward_kl": {"weight": 1.0, "temperature": 2.0}}. See objectives.py. The option
-        `mean_clip` of those with a clip is AdaFlash's published one: of the slot's value divided by the batch's slots.
+        `mean_clip` of those with a clip is AdaFlash's published one: of the slot's value divided by the sum of the
+        batch's weights (by its number of slots, where weights depend on what the drafter says).
         "base_" before a name: of the marginals, before a corrector. Or a term of the drafter's parts (`PART_TERMS`). A
         weight may move: [first, last, share] goes in a straight line over that share of the training (`progress`).
     weighting: how slots weigh: a name, or {name: options}: "uniform", {"decay": {"gamma": 4}}, "geometric", "dpace".
@@ -115,6 +116,7 @@ class DraftLoss:
         drafts = mask.new_ones(len(mask)) if unrolled.drafts is None else unrolled.drafts
         weight = drafts.float() if unrolled.weight is None else unrolled.weight
         weight = torch.ones_like(weight) if unrolled.weight is None else weight
+        mass = count if self.reads_label_probs else (self.weighting(mask, None) * weight[:, None]).sum()
 
         def score(hidden: Tensor, part: slice) -> tuple:
             scored = drafter.score(view, replace(unrolled.at(part), hidden=hidden))
@@ -122,7 +124,7 @@ class DraftLoss:
             if states is not None:
                 with torch.no_grad():
                     teacher = law(states[rows[part]], ids)
-            return self._score(scored, teacher, labels[part], mask[part], count, drafts[part], weight[part])
+            return self._score(scored, teacher, labels[part], mask[part], mass, drafts[part], weight[part])
 
         size = self.chunk_size or max(1, self.chunk_bytes // (4 * width * mask.shape[1]))
         parts = [slice(i, i + size) for i in range(0, len(hidden), size)]
@@ -159,7 +161,7 @@ class DraftLoss:
         teacher: Tensor | None,
         labels: Tensor,
         mask: Tensor,
-        count: Tensor,
+        mass: Tensor,
         drafts: Tensor,
         weight: Tensor,
     ) -> tuple:
@@ -177,7 +179,7 @@ class DraftLoss:
         teacher = None if teacher is None else teacher.to(draft)
         scored = replace(scored, logits=draft)
         labels = labels.where(labels < common, -1)
-        values = {name: term(scored, teacher, labels, mask, count) for name, term in self.terms.items()}
+        values = {name: term(scored, teacher, labels, mask, mass) for name, term in self.terms.items()}
         label_probs = None
         if self.reads_label_probs:
             surprise = values["ce"] if "ce" in values else objectives.ce(draft.detach(), None, labels)
@@ -229,7 +231,7 @@ class _Term:
         first, last, share = self.path
         return first + (last - first) * min(1.0, progress / share)
 
-    def __call__(self, scored: Scored, teacher: Tensor | None, labels: Tensor, mask: Tensor, count: Tensor) -> Tensor:
+    def __call__(self, scored: Scored, teacher: Tensor | None, labels: Tensor, mask: Tensor, mass: Tensor) -> Tensor:
         if self.is_part:
             if self.name not in scored.terms:
                 given = ", ".join(scored.terms) or "none"
@@ -238,7 +240,7 @@ class _Term:
         draft = scored.logits
         if self.of_base and scored.base is not None:
             draft = scored.base.to(draft.dtype)
-        clip = {} if self.mean_clip is None else {"clip": self.mean_clip * count}
+        clip = {} if self.mean_clip is None else {"clip": self.mean_clip * mass}
         return self.objective(draft, teacher, labels, **clip)
 
 
