@@ -27,6 +27,8 @@ class BlockConfig(HeadConfig):
 
     block_size: B, the anchor slot and B - 1 masks, as trained. Drafts are cut from the full block: later masks
         influence earlier slots.
+    short_blocks: smaller sizes that it was trained at as well (unroll mode "short"); a draft is cut from the smallest
+        that holds it. None: always from the full block.
     anchor_drafts: whether slot k predicts the token at anchor + 1 + k (B drafts; DeepSpec) instead of the token at
         anchor + k with slot 0 unused (B - 1 drafts; z-lab).
     mask_token_id: fills the block's open slots.
@@ -83,6 +85,7 @@ class BlockConfig(HeadConfig):
     initializer_range: float = 0.02
 
     block_size: int = 16
+    short_blocks: list[int] | None = None
     anchor_drafts: bool = False
     mask_token_id: int = 0
     target_layer_ids: list[int] | tuple[int, ...] = (1, 9, 17, 25, 33)
@@ -124,6 +127,18 @@ class BlockConfig(HeadConfig):
             self.target_hidden_size = self.hidden_size
         _require(self.num_drafts >= 1, f"block_size {self.block_size} leaves no slot to draft")
         _require(self.max_stages >= 1, f"max_stages must be at least 1, got {self.max_stages}")
+        self.short_blocks = sorted(self.short_blocks) if self.short_blocks else None
+        shortest = self.first_slot + 1
+        _require(
+            all(shortest <= size < self.block_size for size in self.short_blocks or ()),
+            f"short_blocks must lie between {shortest} and block_size {self.block_size}, got {self.short_blocks}",
+        )
+        whole = [name for name in ("edit_passes", "carryover", "slot_embed", "length_head") if getattr(self, name)]
+        whole += ["max_stages"] if self.max_stages > 1 else []
+        _require(
+            not (self.short_blocks and whole),
+            f"short_blocks cannot be had with {', '.join(whole)}, which work on whole blocks",
+        )
         most = self.max_stages * self.num_drafts
         if self.num_assistant_tokens is None:
             self.num_assistant_tokens = most
@@ -193,6 +208,8 @@ class BlockConfig(HeadConfig):
         """The mode of the unroll (`unroll_block`) that drafts as decoding does with these fields."""
         if self.edit_passes:
             return "edit"
+        if self.short_blocks:
+            return "short"
         return "carryover" if self.carryover else "loop" if self.max_stages > 1 else "plain"
 
     @property

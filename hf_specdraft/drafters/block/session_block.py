@@ -143,20 +143,21 @@ class BlockSession(Session):
         return Draft.chain(tokens, lengths, law=law, confidence=confidence, confidence_kind="prior", evidence=block)
 
     def block_pass(self, context: Context, slots: slice, ids: Tensor | None = None) -> Block:
-        """Some slots of one pass over the whole block as trained.
+        """Some slots of one pass over a block as trained.
 
-        ids: [B, block_size] what the block holds, by default the anchor and masks. The context is read in at the first
+        ids: [B, block_size] what the block holds, by default the anchor and masks, of the smallest size trained. The context is read in at the first
         pass of a round; further ones find it there, with what the draft alone reads.
         """
         drafter, config = self.drafter, self.drafter.config
         if ids is None:
-            ids = torch.full((len(context.lengths), config.block_size), config.mask_token_id, device=drafter.device)
+            size = next((size for size in config.short_blocks or () if size >= slots.stop), config.block_size)
+            ids = torch.full((len(context.lengths), size), config.mask_token_id, device=drafter.device)
             ids[:, 0] = context.anchor
         new, lasting = self._take_context()
         start = torch.tensor(context.position, device=drafter.device)
         out = drafter(
             inputs_embeds=drafter.embed_blocks(ids, self.view),
-            position_ids=start[:, None] + torch.arange(config.block_size, device=drafter.device),
+            position_ids=start[:, None] + torch.arange(ids.shape[1], device=drafter.device),
             cache=self.cache,
             slots=slots if drafter.length_head is None else slice(None),
             head=False,

@@ -157,7 +157,7 @@ class Reading:
         )
         self.fused = out.context if new else self.fused
         drafting = slice(config.first_slot, config.first_slot + config.num_drafts)
-        states = out.last_hidden_state.unflatten(1, (-1, config.block_size))
+        states = out.last_hidden_state.unflatten(1, (-1, self.blocks.size))
         if drafter.length_head is not None:
             self.whole = states[self.blocks.real].detach()
         return states[self.blocks.real, drafting]
