@@ -29,8 +29,8 @@ def make_drafter(convolution=None, stirred=0.0):
 def test_new_convolutions_are_the_identity(convolution):
     grown = make_drafter().grown(convolution=convolution)
     ours, theirs = [], []
-    assert_equals_plain(target("llama"), plain("llama"), listening(grown, ours))
-    assert_equals_plain(target("llama"), plain("llama"), listening(make_drafter(), theirs))
+    for drafter, heard in ((grown, ours), (make_drafter(), theirs)):
+        assert_equals_plain(target("llama"), plain("llama", None, (5, 11)), listening(drafter, heard))
     assert ours and ours == theirs
     x = torch.randn(2, 8, 32)
     layer = nn.Linear(32, 32)
@@ -75,8 +75,7 @@ def test_blocks_say_in_training_what_they_say_in_drafting(convolution):
 
 @pytest.mark.parametrize("convolution", FORMS)
 def test_greedy_output_is_plain_generates(convolution):
-    for name in ("llama", "mistral"):
-        assert assert_equals_plain(target(name), plain(name), make_drafter(convolution, 0.3)).verified > 0
+    assert assert_equals_plain(target("mistral"), plain("mistral"), make_drafter(convolution, 0.3)).verified > 0
 
 
 @pytest.mark.parametrize(

@@ -46,9 +46,9 @@ def same_backbone(drafter, **fields):
     return other
 
 
-def drafts(drafter, name="llama"):
+def drafts(drafter):
     heard = []
-    assert_equals_plain(target(name), plain(name), listening(drafter, heard))
+    assert_equals_plain(target("llama"), plain("llama", None, (5, 11)), listening(drafter, heard))
     return heard
 
 
@@ -264,11 +264,11 @@ def tau(path, texts):
 @pytest.mark.parametrize("world_name", WORLDS)
 def test_a_bigram_is_learned_and_the_greedy_walk_is_no_worse_than_the_best_path(world_name, name):
     texts = WORLDS[world_name]
-    drafter = make_drafter({**CORRECTORS[name], "top_k": 5}, 0.05, block_size=3, draft_vocab_size=None)
+    drafter = make_drafter({**CORRECTORS[name], "top_k": 5}, block_size=3, draft_vocab_size=None)
     part, (unrolled, base) = drafter.corrector, world(drafter, texts)
     term = next(name for name in part.terms if name.endswith("_ce"))
-    optimizer = torch.optim.Adam(part.parameters(), lr=0.02)
-    for _ in range(150):
+    optimizer = torch.optim.Adam(part.parameters(), lr=0.005 if name == "lilicorr" else 0.02)
+    for _ in range(120):
         value = part.teach(drafter, None, unrolled, base).terms[term](None, unrolled.labels, unrolled.mask)
         optimizer.zero_grad()
         value.mean().backward()
@@ -289,7 +289,7 @@ def test_a_bigram_is_learned_and_the_greedy_walk_is_no_worse_than_the_best_path(
         assert tau(walked, texts) == 1.0 > tau(uncorrected, texts)
         for path in product(range(2), range(2)):
             drawn = tuple(int(ids[slot, rank]) for slot, rank in enumerate(path))
-            assert (pair[path].exp() > 0.99) == (drawn in texts)
+            assert (pair[path].exp() > 0.9) == (drawn in texts)
     else:
         assert viterbi == [2, 5]
         assert tau(walked, texts) == pytest.approx(0.9) and tau(viterbi, texts) == pytest.approx(0.8)
@@ -369,7 +369,8 @@ def test_which_slots_the_terms_are_about():
     scored = drafter.corrector.teach(drafter, None, unrolled, base)
     teacher = torch.randn(3, 3, 64)
     labels = labels.where(mask, -1)
-    for name in ("lilicorr_ce", "lilicorr_penalty"):
+    teacher[..., 12] = 9.0  # the target's own choice, and never the text's where slots count
+    for name in ("lilicorr_ce", "lilicorr_penalty", "lilicorr_calibration"):
         value = scored.terms[name](teacher, labels, mask)
         # After a slot whose token is no candidate nothing counts, nor does an anchor whose slots end early.
         assert (value != 0).tolist() == [[True] * 3, [True, False, False], [False] * 3]
@@ -387,7 +388,7 @@ def test_which_slots_the_terms_are_about():
 
 
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
-@pytest.mark.parametrize("corrector", CORRECTORS.values(), ids=CORRECTORS)
+@pytest.mark.parametrize("corrector", [LILICORR, SELECTOR], ids=["lilicorr", "selector"])
 @pytest.mark.parametrize("name", ["qwen3", "mistral", "gpt2"])
 def test_greedy_output_is_plain_generates_in_ragged_batches(name, corrector, tree):
     drafter = make_drafter(corrector, 0.5, tree_nodes=6 if tree else 0, convolution={"group_size": 8})
@@ -407,7 +408,7 @@ def law_drafter(corrector):
     return make_drafter(corrector, 0.5, **sizes)
 
 
-@pytest.mark.parametrize("name", LAWS)
+@pytest.mark.parametrize("name", ["lilicorr", "selector", pytest.param("sweeps", marks=pytest.mark.slow)])
 def test_sampled_walks_keep_the_targets_law(name):
     assert_fits(law_drafter(LAWS[name]), "temperature" if name == "sweeps" else "all_warpers")
 
