@@ -19,8 +19,8 @@ def check(share: float = 0.5) -> None:
 
 
 def unroll(reading: Reading, generator: torch.Generator | None, share: float = 0.5) -> Unrolled:
-    """In training, a share of the batches in blocks of one of `config.short_blocks`, drawn once per batch (ours: ForeSpark would
-    draw per anchor: the same loss on average, in one pass). Evaluation, and all other batches, as trained in full.
+    """In training, a share of the batches in blocks of one of `config.short_blocks`, drawn once per batch. Evaluation,
+    and all other batches, in full blocks.
 
     Raises ValueError for drafters without short blocks.
     """
