@@ -168,14 +168,16 @@ REFUSALS = {
     "causal": (dict(nested={"dflash_config": {"causal": True}}), "causal"),
     "mlp bias": (dict(config={"mlp_bias": True}), "mlp_bias"),
     "DFlash 2": (dict(config={"architectures": ["DFlash2DraftModel"]}), "DFlash 2"),
-    "Domino": (dict(nested={"dflash_config": {"projector_type": "domino"}}), "Domino"),
-    "DSpark": (dict(config={"architectures": ["DSparkDraftModel"]}), "DSpark"),
+    "no head of Domino's": (dict(nested={"dflash_config": {"projector_type": "domino"}}), "emb_dim"),
     "other projector": (dict(nested={"dflash_config": {"projector_type": "mlp"}}), "projector_type"),
-    "Markov head": (dict(name="dflash-deepspec/drafter", config={"markov_rank": 16}), "Markov"),
-    "confidence head": (dict(name="dflash-deepspec/drafter", config={"enable_confidence_head": True}), "confidence"),
+    "Markov head": (dict(name="dflash-deepspec/drafter", config={"markov_rank": 16}), "missing: corrector.markov"),
+    "confidence head": (
+        dict(name="dflash-deepspec/drafter", config={"enable_confidence_head": True}),
+        "missing: confidence",
+    ),
     "DSpark of speculators": (
         dict(name="dflash-speculators/drafter", config={"speculators_model_type": "dspark"}),
-        "DSpark",
+        "algorithm = 'dflash' is not supported",
     ),
     "unknown network key": (
         dict(name="dflash-speculators/drafter", nested={"transformer_layer_config": {"qk_clip": 1}}),
