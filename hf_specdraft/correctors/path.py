@@ -72,8 +72,8 @@ class Text(Memory):
 class PathState(State):
     """carry: [R] the token before the last one, -1 for none.
 
-    texts: of the block's rows. columns: per row and slot, the candidates on the host. ids, log_probs: [B, S, M] their target ids and marginal
-    log-probabilities, -inf for what is not a candidate.
+    texts: of the block's rows. columns: per row and slot, the candidates on the host. ids, log_probs: [B, S, M] their
+    target ids and marginal log-probabilities, -inf for what is not a candidate.
     """
 
     texts: list[Trigrams] | None = None
