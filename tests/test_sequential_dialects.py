@@ -13,7 +13,9 @@ from transformers import AutoModelForCausalLM
 from hf_specdraft.confidence import factors
 from hf_specdraft.draft import Commit, Context, Features
 from hf_specdraft.drafters import AutoDrafter, TargetView
+from hf_specdraft.drafters.block import BlockConfig, BlockDrafter
 from hf_specdraft.drafters.block.dialects import dialect_of
+from hf_specdraft.publishing import export
 from hf_specdraft.training.records import Unrolled
 from hf_specdraft.trees import prune
 
@@ -265,3 +267,56 @@ def test_refuses_what_it_cannot_tell(case, place, tmp_path):
     name, config, nested, message = REFUSALS[case]
     with pytest.raises(ValueError, match=message):
         AutoDrafter.from_pretrained(edited(place / name, tmp_path / "edited", config, nested))
+
+
+# ---- exports ----
+
+
+FORMATS = {"dspark-deepspec": "deepspec", "dspark-specforge": "specforge", "dspark-speculators": "speculators"}
+FORMATS["domino-specforge"] = "specforge"
+SETTINGS = (
+    *("architectures", "markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"),
+    *("projector_type", "emb_dim", "gru_hidden_dim", "pure_draft_prefix_len", "shift_label", "sample_from_anchor"),
+)
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_exports_what_their_own_project_wrote(name, place, tmp_path):
+    drafter = AutoDrafter.from_pretrained(place / name)
+    export(drafter, FORMATS[name.split("/")[0]], tmp_path / "out")
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", place / name))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+    ours, theirs = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "out", place / name))
+    for key in SETTINGS:
+        one, other = ({**config.get("dflash_config", {}), **config}.get(key) for config in (ours, theirs))
+        assert one == other, key
+    again = AutoDrafter.from_pretrained(tmp_path / "out")
+    for field in ("corrector", "confidence", "anchor_drafts", "block_size", "draft_vocab_size"):
+        assert getattr(again.config, field) == getattr(drafter.config, field), field
+
+
+MARKOV, GRU = {"name": "markov", "rank": 4}, {"name": "gru", "rank": 4, "hidden_size": 4}
+
+
+@pytest.mark.parametrize(
+    "dialect, fields, message",
+    [
+        ("zlab", dict(corrector=GRU), "the corrector 'gru'"),
+        ("transformers", dict(corrector=MARKOV), "the corrector 'markov'"),
+        ("deepspec", dict(corrector=GRU, anchor_drafts=True), "the corrector 'gru'"),
+        ("zlab", dict(confidence={}), "a confidence head"),
+        ("specforge", dict(corrector=GRU, confidence={}, anchor_drafts=True), "a confidence head"),
+        ("specforge", dict(corrector=MARKOV), "an anchor slot that does not draft"),
+        ("specforge", dict(anchor_drafts=True), "an anchor slot that drafts"),
+        (
+            "deepspec",
+            dict(anchor_drafts=True, confidence={"temperatures": [2.0]}),
+            "calibrated temperatures of its confidence head",
+        ),
+    ],
+)
+def test_refuses_to_write_what_a_format_cannot_say(dialect, fields, message, tmp_path):
+    sizes = dict(own_embeddings=False, own_head=False, draft_vocab_size=None, layer_types=None, sliding_window=None)
+    drafter = BlockDrafter(BlockConfig.tiny(**sizes, **fields))
+    with pytest.raises(ValueError, match=f"cannot express what this drafter has: {message}$"):
+        export(drafter, dialect, tmp_path / "out")

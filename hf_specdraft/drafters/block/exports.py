@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ...correctors.gru import GruHead
 from ..base import TargetView
 from ..exporting import (
     assemble,
@@ -37,6 +38,11 @@ _SLIDING = {
     "speculators": ("anchor", None),
     "deepspec": ("distance", False),
 }
+# Correctors that a dialect can say, and whether it can say a confidence head.
+_CORRECTORS = {"specforge": ("markov", "gru"), "speculators": ("markov",), "deepspec": ("markov",)}
+_CONFIDENCE = ("specforge", "speculators", "deepspec")
+# Tensors of ours -> theirs.
+_DSPARK = {"corrector.": "markov_head.", "confidence.": "confidence_head."}
 _NETWORK = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
     *("head_dim", "hidden_act", "rms_norm_eps", "max_position_embeddings", "layer_types", "sliding_window"),
@@ -80,7 +86,18 @@ def _refuse(drafter: BlockDrafter, dialect: str) -> None:
     config = drafter.config
     slides = "sliding_attention" in config.layer_types
     rule, causal = _SLIDING[dialect]
+    corrector = (config.corrector or {}).get("name")
+    confidence = drafter.confidence
+    shifts = dialect in ("speculators", "deepspec") or (dialect == "specforge" and (corrector or confidence))
     reasons = {
+        f"the corrector {corrector!r}": corrector is not None and corrector not in _CORRECTORS.get(dialect, ()),
+        "a confidence head": confidence is not None
+        and (dialect not in _CONFIDENCE or (dialect == "specforge" and corrector == "gru")),
+        "calibrated temperatures of its confidence head": bool(confidence and confidence.temperatures),
+        "a length head": config.length_head is not None,
+        "convolutions in the block": config.convolution is not None,
+        "embeddings of its slots": config.slot_embed,
+        "an estimate before drafting": config.predraft is not None,
         "its own embeddings: there they are the target's": config.own_embeddings and not _STORES[dialect],
         "its own head: there it is the target's": config.own_head and not _STORES[dialect],
         "a low-rank head": config.draft_head_rank is not None,
@@ -89,8 +106,9 @@ def _refuse(drafter: BlockDrafter, dialect: str) -> None:
         "rejected tokens that are read": config.carryover,
         "drafts of several blocks": config.max_stages > 1,
         "drafts that are edited": config.edit_passes > 0,
-        "an anchor slot that drafts": config.anchor_drafts and dialect not in ("speculators", "deepspec"),
-        "an anchor slot that does not draft": not config.anchor_drafts and dialect == "deepspec",
+        "an anchor slot that drafts": config.anchor_drafts and not shifts,
+        "an anchor slot that does not draft": not config.anchor_drafts
+        and (dialect == "deepspec" or (dialect == "specforge" and (corrector == "markov" or confidence is not None))),
         "another hidden size than its target's": config.target_hidden_size != config.hidden_size
         and dialect != "speculators",
         "biases in attention": config.attention_bias and dialect == "transformers",
@@ -132,14 +150,50 @@ def _zlab(drafter: BlockDrafter, dialect: str, target: PreTrainedModel | None) -
     values = _qwen3(config) | rope_theta_and_scaling(config)
     if dialect == "specforge":  # which alone writes both styles
         values |= {"rope_parameters": config.rope_parameters}
+    architecture, heads, names = _heads(drafter)
     values |= {
-        "architectures": ["DFlashDraftModel"],
+        "architectures": [architecture],
         "block_size": config.block_size,
         "num_target_layers": config.num_target_layers,
-        "dflash_config": {"mask_token_id": config.mask_token_id, "target_layer_ids": config.target_layer_ids},
+        "dflash_config": {"mask_token_id": config.mask_token_id, "target_layer_ids": config.target_layer_ids, **heads},
         "tie_word_embeddings": True,
     }
-    return values, drafter.state_dict()
+    return values, _renamed(drafter.state_dict(), names)
+
+
+def _heads(drafter: BlockDrafter) -> tuple[str, dict[str, Any], dict[str, str]]:
+    """Of SpecForge's layout: the architecture, what `dflash_config` says of the heads, and their tensors' names."""
+    head = drafter.corrector
+    if isinstance(head, GruHead):
+        settings = {
+            "projector_type": "domino",
+            "emb_dim": head.embed_proj[0].out_features,
+            "gru_hidden_dim": head.prefix_gru.hidden_size,
+            "pure_draft_prefix_len": head.free_slots,
+            "shift_label": drafter.config.anchor_drafts,
+        }
+        return "DominoDraftModel", settings, {"corrector.": ""}
+    if head is None and drafter.confidence is None:
+        return "DFlashDraftModel", {}, {}
+    return "DSparkDraftModel", {"projector_type": "dspark", **_dspark(drafter)}, _DSPARK
+
+
+def _dspark(drafter: BlockDrafter) -> dict[str, Any]:
+    """What DSpark configs say of the heads."""
+    head, confidence = drafter.corrector, drafter.confidence
+    values = {"markov_rank": 0 if head is None else head.rank, "enable_confidence_head": confidence is not None}
+    if head is not None:
+        values["markov_head_type"] = head.kind
+    if confidence is not None:
+        values["confidence_head_with_markov"] = confidence.with_markov
+    return values
+
+
+def _renamed(state: dict[str, Tensor], names: dict[str, str]) -> dict[str, Tensor]:
+    """The tensors, those whose names begin with a key of `names` under its value instead."""
+    for ours, theirs in names.items():
+        state = {theirs + k.removeprefix(ours) if k.startswith(ours) else k: tensor for k, tensor in state.items()}
+    return state
 
 
 def _transformers(
@@ -169,17 +223,17 @@ def _deepspec(drafter: BlockDrafter, dialect: str, target: PreTrainedModel | Non
         "mask_token_id": config.mask_token_id,
         "target_layer_ids": config.target_layer_ids,
         "num_target_layers": config.num_target_layers,
-        "markov_rank": 0,
-        "enable_confidence_head": False,
+        **_dspark(drafter),
         "tie_word_embeddings": False,
     }
-    return values, drafter.state_dict()
+    return values, _renamed(drafter.state_dict(), _DSPARK)
 
 
 def _speculators(drafter: BlockDrafter, dialect: str, target: PreTrainedModel | None) -> tuple[dict, dict[str, Tensor]]:
     config = drafter.config
-    values = speculators_method("dflash", config, target) | {
-        "architectures": ["DFlashDraftModel"],
+    is_dspark = drafter.corrector is not None or drafter.confidence is not None
+    values = speculators_method("dspark" if is_dspark else "dflash", config, target) | {
+        "architectures": ["DSparkDraftModel" if is_dspark else "DFlashDraftModel"],
         "transformer_layer_config": _qwen3(config) | {"rope_parameters": config.rope_parameters},
         "block_size": config.block_size,
         "mask_token_id": config.mask_token_id,
@@ -187,5 +241,6 @@ def _speculators(drafter: BlockDrafter, dialect: str, target: PreTrainedModel | 
         "aux_hidden_state_layer_ids": [layer + 1 for layer in config.target_layer_ids],
         "sample_from_anchor": config.anchor_drafts,
         "sliding_window_non_causal": not config.sliding_causal,
+        **(_dspark(drafter) if is_dspark else {}),
     }
-    return values, with_vocabulary_map(drafter)
+    return values, _renamed(with_vocabulary_map(drafter), _DSPARK)
