@@ -42,10 +42,10 @@ def check(
     if mix not in MIXES:
         raise ValueError(f"unroll.mode.mix must be one of {', '.join(MIXES)}, got {mix!r}")
     for name, share in (("rho", rho), ("corruption", corruption), ("third", third)):
-        if not 0 <= share <= 1:
+        if not isinstance(share, (int, float)) or not 0 <= share <= 1:
             raise ValueError(f"unroll.mode.{name} is a share, from 0 to 1, got {share!r}")
-    if weight < 0:
-        raise ValueError(f"unroll.mode.weight must not be negative, got {weight!r}")
+    if not isinstance(weight, (int, float)) or weight < 0:
+        raise ValueError(f"unroll.mode.weight must be a number, 0 or more, got {weight!r}")
 
 
 def unroll(
