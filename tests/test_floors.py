@@ -22,6 +22,7 @@ from hf_specdraft.drafters.assistant import AssistantDrafter
 from hf_specdraft.drafters.block import BlockConfig, BlockDrafter
 from hf_specdraft.drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from hf_specdraft.evaluation import floors, rollouts
+from hf_specdraft.training.data import load, prepare
 from hf_specdraft.verification import walk
 
 GOLDEN = load_file(Path(__file__).parent / "fixtures" / "specfloor" / "golden.safetensors")
@@ -203,6 +204,20 @@ def test_the_order_of_a_drafter_is_found(options, order):
         law = proposals(context, rolled.tokens[-1:])[:, 2].expand(len(rolled.tokens), -1)
         risk = rolled.forced[1].distance(law)[:-1]
         assert float((risk * weights).sum() / weights.sum()) >= rollouts._cell(rolled, 2, 1)[0]
+
+
+def test_contexts_of_a_data_folder_end_in_anchors_of_its_held_out_texts(tmp_path):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}>"
+    rows = [{"prompt": "say " + "abcdefgh"[i] * 9, "answer": f"well, {i * 111} it is"} for i in range(8)]
+    prepare(rows, tokenizer, tmp_path / "data", held_out=0.5, mode={})
+    _, held_out, _ = load(tmp_path / "data")
+    found = list(rollouts.contexts_of_data(tmp_path / "data", 20))
+    assert len(found) == len(held_out) > 0
+    texts = [(row["input_ids"], row["loss_mask"]) for row in held_out]
+    for context in found:
+        ids, mask = next((ids, mask) for ids, mask in texts if ids[: len(context)] == context.tolist())
+        assert mask[len(context) - 1] and mask[len(context)]
 
 
 def test_the_command_measures_writes_and_draws(tmp_path):

@@ -332,5 +332,5 @@ def plot(report: Report, path: str | Path) -> None:
         line([s.serving for s in report.slots], [None] * len(at), "drafter, of drafts that get there", linestyle=":")
     axes.set(xlabel="slot", ylabel="rejection probability", ylim=(0, 1), xticks=at)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
+    figure.legend(fontsize="small", loc="outside lower center", ncols=2)
     figure.savefig(path, dpi=120)
