@@ -358,7 +358,7 @@ def test_the_loss_is_the_weighted_sum_of_its_terms_however_it_is_cut(name):
 
 @torch.no_grad()
 def test_which_slots_the_terms_are_about():
-    drafter = make_drafter(LILICORR, 0.2, draft_vocab_size=None)
+    drafter = make_drafter({**LILICORR, "logit_scale": 1.0}, 0.2, draft_vocab_size=None)
     base = torch.zeros(3, 3, 64)
     base[..., 10:14] = torch.tensor([4.0, 3.0, 2.0, 1.0])  # the candidates of every slot
     labels = torch.tensor([[10, 13, 11], [10, 20, 11], [10, 11, 12]])
@@ -369,7 +369,7 @@ def test_which_slots_the_terms_are_about():
     scored = drafter.corrector.teach(drafter, None, unrolled, base)
     teacher = torch.randn(3, 3, 64)
     labels = labels.where(mask, -1)
-    teacher[..., 12] = 9.0  # the target's own choice, and never the text's where slots count
+    teacher[..., 12] = -9.0  # worse than the text's own token wherever slots count
     for name in ("lilicorr_ce", "lilicorr_penalty", "lilicorr_calibration"):
         value = scored.terms[name](teacher, labels, mask)
         # After a slot whose token is no candidate nothing counts, nor does an anchor whose slots end early.
