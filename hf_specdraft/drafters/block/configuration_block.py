@@ -133,7 +133,11 @@ class BlockConfig(HeadConfig):
             all(shortest <= size < self.block_size for size in self.short_blocks or ()),
             f"short_blocks must lie between {shortest} and block_size {self.block_size}, got {self.short_blocks}",
         )
-        whole = [name for name in ("edit_passes", "carryover", "slot_embed", "length_head") if getattr(self, name) not in (None, False, 0)]
+        whole = [
+            name
+            for name in ("edit_passes", "carryover", "slot_embed", "length_head")
+            if getattr(self, name) not in (None, False, 0)
+        ]
         whole += ["max_stages"] if self.max_stages > 1 else []
         _require(
             not (self.short_blocks and whole),

@@ -146,7 +146,8 @@ class BlockSession(Session):
         """Some slots of one pass over a block as trained.
 
         ids: [B, block_size] what the block holds, by default the anchor and masks, of the smallest size trained. The
-            context is read in at the first pass of a round; further ones find it there, with what the draft alone reads.
+            context is read in at the first pass of a round; further ones find it there, with what the draft alone
+            reads.
         """
         drafter, config = self.drafter, self.drafter.config
         if ids is None:
