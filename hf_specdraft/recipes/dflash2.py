@@ -11,7 +11,7 @@ RECIPE = Recipe(
             "convolution": {"taps": 2, "group_size": 16},
             "corrector": {"name": "selector", "top_k": 16, "rank": 256},
         },
-        "loss": {"terms": {"ce": 1.0, "selector_ce": 0.5}, "weighting": {"decay": {"gamma": 4}}},
+        "loss": {"terms": {"base_ce": 1.0, "selector_ce": 0.5}, "weighting": {"decay": {"gamma": 4}}},
         "unroll": {"anchors": 512},
         "trainer": TRAINER,
     },

@@ -7,7 +7,7 @@ RECIPE = Recipe(
     train={
         "drafter": {"family": "block", "corrector": {"name": "lilicorr", "top_k": 8, "factor_dim": 1024}},
         "loss": {
-            "terms": {"ce": 1.0, "lilicorr_ce": 0.25, "lilicorr_penalty": 0.25},
+            "terms": {"base_ce": 1.0, "lilicorr_ce": 0.25, "lilicorr_penalty": 0.25},
             "weighting": {"decay": {"gamma": 7}},
         },
         "unroll": {"anchors": 512},
