@@ -1,5 +1,7 @@
 """Carryover: a draft reads the target's states of the tokens that were rejected last, and no later draft does."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from targets import NEW_TOKENS, padded, plain, prompts, target
@@ -14,11 +16,12 @@ from torch.nn import functional as F
 
 from hf_specdraft.draft import Commit, Features
 from hf_specdraft.drafters.base import TargetView
-from hf_specdraft.drafters.block import BlockSession
+from hf_specdraft.drafters.block import BlockConfig, BlockDrafter, BlockSession
 from hf_specdraft.features import selected
 from hf_specdraft.target import TargetPass
 from hf_specdraft.training.features import LiveFeatures
 from hf_specdraft.training.loss import DraftLoss
+from hf_specdraft.training.records import TrainingBatch
 from hf_specdraft.training.trainer import DraftTrainer
 from hf_specdraft.training.verify import BranchVerifier
 
@@ -325,3 +328,45 @@ def test_refusals(world, view):
     # A text has no rounds: evaluation drafts from every anchor.
     assert len(drafter.eval().unroll(view, pack([[LONG]]), anchors=None).anchors) == len(LONG[0]) - 2
     drafter.train()
+
+
+def revealing(generator, others=False):
+    """Random texts, which nothing foretells but the rejected rows: each tells the token after it. Nothing is accepted.
+
+    others: whether they tell another text's.
+    """
+    ids = torch.randint(12, (8, 20), generator=generator)
+    told, tokens = torch.randint(12, (8, 20), generator=generator) if others else ids, torch.ones_like(ids)
+
+    def verify(batch, columns, drafts):
+        after = columns[..., None] + 2 + torch.arange(drafts.shape[2])
+        after = told.gather(1, after.clamp(max=19).flatten(1)).view_as(after)
+        return F.one_hot(after, 12).float(), torch.cat((drafts, drafts[..., :1]), 2) + 12
+
+    features = F.one_hot(ids, 12).float()
+    return TrainingBatch(ids, tokens, torch.arange(20).expand(8, 20), tokens.bool(), features, verify=verify)
+
+
+def test_what_rejected_rows_tell_is_learnt():
+    """The card's check 4: better than without them, and only by the row's own."""
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=12, target_hidden_size=12, target_layer_ids=[0], draft_vocab_size=None, mask_token_id=0)
+    layers = dict(num_hidden_layers=1, layer_types=["full_attention"], initializer_range=0.1, block_size=3)
+    drafter = BlockDrafter(BlockConfig.tiny(**sizes, **layers, carryover=True)).train()
+    optimizer = torch.optim.Adam(drafter.parameters(), lr=1e-2)
+    generator, view = torch.Generator().manual_seed(0), SimpleNamespace(vocab_size=12)
+
+    def accuracy(batch, dropout=0.0):
+        with torch.no_grad():
+            unrolled = drafter.unroll(view, batch, anchors=None, mode={"name": "carryover", "dropout": dropout})
+        right = (drafter.lm_head(unrolled.hidden).argmax(-1) == unrolled.labels)[unrolled.mask]
+        return float(right.float().mean())
+
+    for _ in range(60):
+        unrolled = drafter.unroll(view, revealing(generator), anchors=None)
+        loss = F.cross_entropy(drafter.lm_head(unrolled.hidden)[unrolled.mask], unrolled.labels[unrolled.mask])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert accuracy(revealing(generator)) > 0.9
+    assert accuracy(revealing(generator), dropout=1.0) < 0.25 and accuracy(revealing(generator, others=True)) < 0.25
