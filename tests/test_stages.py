@@ -14,12 +14,14 @@ from test_lossless import assert_equals_plain
 from test_sampling_law import PROMPT, REQUESTS, V, exact_law, p_value
 from test_sampling_law import target as law_target
 from test_unroll_block import LONG, OTHER, SHORT, pack
+from torch.nn import functional as F
 
 from hf_specdraft import AutoDrafter, BlockConfig, BlockDrafter
 from hf_specdraft.draft import Block, Commit, Draft, Features, Law
 from hf_specdraft.drafters.base import TargetView
 from hf_specdraft.drafters.block import BlockSession, stages
 from hf_specdraft.policies.failfast import FailFast
+from hf_specdraft.training.records import TrainingBatch
 from hf_specdraft.trees import prune
 
 K = 3  # drafts of a tiny block
@@ -404,3 +406,50 @@ def test_loss_of_the_last_stage_reaches_its_own_parts(view):
     with pytest.raises(ValueError, match="max_stages above 1"):
         make_drafter().train().unroll(view, batch, mode="loop")
     assert make_drafter(max_stages=2).eval().unroll(view, batch, anchors=None).drafts is None
+
+
+def sums(generator):
+    """Texts whose every token is the sum of the two before it, modulo 5, and features that tell each column's own."""
+    ids = torch.randint(5, (16, 16), generator=generator)
+    for t in range(2, 16):
+        ids[:, t] = (ids[:, t - 1] + ids[:, t - 2]) % 5
+    places = torch.arange(16).expand(16, 16)
+    return TrainingBatch(ids, torch.ones_like(ids), places, places > 1, F.one_hot(ids, 5).float())
+
+
+def test_later_stages_learn_to_read_own_states():
+    """The card's check 4, where the window leaves nothing else to read: a later block's first token is chance before
+    training in stages, and right behind it; the first block's stays right."""
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=5, target_hidden_size=5, target_layer_ids=[0], draft_vocab_size=None, mask_token_id=0)
+    layers = dict(num_hidden_layers=1, layer_types=["sliding_attention"], sliding_window=2, block_size=3)
+    drafter = BlockDrafter(BlockConfig.tiny(**sizes, **layers, max_stages=2, initializer_range=0.1)).train()
+    generator, view = torch.Generator().manual_seed(0), SimpleNamespace(vocab_size=5)
+
+    def train(mode, steps, rate):
+        optimizer = torch.optim.Adam(drafter.parameters(), lr=rate)
+        for _ in range(steps):
+            unrolled = drafter.unroll(view, sums(generator), anchors=None, mode=mode)
+            logits, mask = drafter.lm_head(unrolled.hidden), unrolled.mask
+            optimizer.zero_grad()
+            F.cross_entropy(logits[mask], unrolled.labels[mask]).backward()
+            optimizer.step()
+
+    def first_token():
+        """Accuracy of the first slot of the first block, and of the second."""
+        with torch.no_grad():
+            for seed in range(9):
+                drawn = torch.Generator().manual_seed(seed)
+                unrolled = drafter.unroll(view, sums(generator), anchors=None, mode="loop", generator=drawn)
+                if unrolled.drafts is not None:
+                    break
+            right = drafter.lm_head(unrolled.hidden[:, 0]).argmax(-1) == unrolled.labels[:, 0]
+        seen = unrolled.mask[:, 0]
+        return [float(right[seen & part].float().mean()) for part in (unrolled.drafts, ~unrolled.drafts)]
+
+    train("plain", 50, 1e-2)
+    first, second = first_token()
+    assert first > 0.98 and second < 0.4
+    train("loop", 120, 5e-3)
+    first, second = first_token()
+    assert first > 0.98 and second > 0.9
