@@ -22,6 +22,7 @@ from hf_specdraft import target as target_module
 from hf_specdraft.cache import RowCache
 from hf_specdraft.draft import Verdict
 from hf_specdraft.drafters.assistant import AssistantDrafter
+from hf_specdraft.drafters.block import BlockConfig, BlockDrafter
 from hf_specdraft.target import tree_form
 from hf_specdraft.verifier import Verifier
 
@@ -116,6 +117,27 @@ def test_rows_of_one_batch_that_advance_unevenly(name, attention, tree):
 def test_families(name, attention, tree, family, lengths):
     stats = assert_equals_plain(target(name, attention), plain(name, attention, lengths), family_drafter(family, tree))
     assert stats.verified > 0
+
+
+# Parts of a block drafter, by the fields that name them.
+PARTS = {
+    "markov": dict(corrector={"name": "markov", "rank": 4}, confidence={"with_markov": True}),
+    "rnn": dict(corrector={"name": "markov", "rank": 4, "kind": "rnn"}, anchor_drafts=True),
+    "gru": dict(corrector={"name": "gru", "rank": 4, "hidden_size": 4}),
+}
+
+
+@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.parametrize("name", TARGETS)
+def test_block_drafters_with_parts(name, parts):
+    """Ragged rows. The parts' weights are random, so that they act."""
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        drafter = BlockDrafter(BlockConfig.tiny(policy="fixed", **PARTS[parts])).eval()
+        for module in (drafter.corrector, drafter.confidence):
+            for tensor in () if module is None else module.parameters():
+                torch.nn.init.normal_(tensor)
+    assert assert_equals_plain(target(name), plain(name), drafter).verified > 0
 
 
 @pytest.mark.parametrize("lengths", BATCHES)

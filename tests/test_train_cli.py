@@ -157,6 +157,39 @@ def test_draft_vocab_makes_an_own_head_of_the_most_frequent_tokens(config, place
     assert len(written & set(drafter.draft_token_ids.tolist())) == min(64, len(written))
 
 
+DSPARK = {"terms": {"ce": 0.1, "tv": 1.8, "confidence": 1.0}, "weighting": {"decay": {"gamma": 4}}}
+DOMINO = {"terms": {"ce": {"weight": [0, 1, 1.0]}, "base_ce": {"weight": [1, 0, 1.0]}}}
+
+
+@pytest.mark.parametrize(
+    "parts, loss",
+    [
+        ({"corrector": {"name": "markov", "rank": 4}, "confidence": {"with_markov": True}}, DSPARK),
+        ({"corrector": {"name": "gru", "rank": 4, "hidden_size": 4}}, DOMINO),
+    ],
+    ids=["dspark", "domino"],
+)
+def test_parts_are_trained_alone_on_a_trained_drafter_and_jointly(parts, loss, config, tmp_path):
+    still = ("trainer.eval_strategy=no", "trainer.load_best_model_at_end=false", "trainer.save_strategy=no")
+    call("train", config, *still, "trainer.max_steps=2", f"trainer.output_dir={tmp_path / 'plain'}")
+    values = yaml.safe_load(config.read_text())
+    values.update(loss=loss, train_only=list(parts), drafter={"init_from": str(tmp_path / "plain"), **parts})
+    values["trainer"].update(warmup_steps=0, max_steps=3)
+    config.write_text(yaml.safe_dump(values))
+    call("train", config, *still)
+    plain, grown = (AutoDrafter.from_pretrained(tmp_path / name).state_dict() for name in ("plain", "out"))
+    assert all(torch.equal(grown[name], tensor) for name, tensor in plain.items())
+    last = {"markov": "markov_w2.weight", "gru": "embed_proj.2.weight"}[parts["corrector"]["name"]]
+    assert bool(grown[f"corrector.{last}"].any())  # which start at zero
+    assert {name.split(".")[0] for name in grown.keys() - plain.keys()} == set(parts)
+    log = json.loads((tmp_path / "out" / "training_log.json").read_text())
+    assert {f"term_{name}" for name in loss["terms"]} <= log[0].keys()
+    call("train", config, *still, "train_only=[]", f"trainer.output_dir={tmp_path / 'joint'}")
+    joint = AutoDrafter.from_pretrained(tmp_path / "joint").state_dict()
+    assert not torch.equal(joint["fc.weight"], plain["fc.weight"])
+    assert bool(joint[f"corrector.{last}"].any())
+
+
 EAGLE3 = {"family": "eagle3", "token_residual": True, "own_head": True, "num_assistant_tokens": 3}
 
 
