@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import tiny_llama
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from scripted import prompts
 from test_trainer import make_drafter, make_target, rows
 
+from hf_specdraft.drafters import AutoDrafter
 from hf_specdraft.drafters.block import BlockConfig, BlockDrafter
 from hf_specdraft.length_head import LengthHead, length_label, verified_length
 from hf_specdraft.parts import Scored
@@ -247,3 +249,42 @@ def test_trees_have_no_one_length():
     drafter = drafter_with(0.0, tree_nodes=6)
     with pytest.raises(ValueError, match="tree_nodes"):
         tiny_llama().generate(**prompts(1), assistant_model=drafter, max_new_tokens=4)
+
+
+# Published checkpoints ------------------------------------------------------------------------------------------------
+
+
+def checkpoint(folder: Path, kind: str, **settings) -> dict:
+    """A DFlash checkpoint of z-lab's with a length head in AdaFlash's layout; returns the head's tensors."""
+    source = FOLDER.parent / "dflash-zlab" / "drafter"
+    config, tensors = json.loads((source / "config.json").read_text()), load_file(source / "model.safetensors")
+    width = config["hidden_size"]
+    state = LengthHead(SimpleNamespace(hidden_size=width), kind, 24).state_dict()
+    settings = {f"use_thresh_head_{kind}": True, "thresh_head_direct_len": True, **settings}
+    config["dflash_config"] = {**config["dflash_config"], "thresh_head_bottleneck_dim": 24, **settings}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(
+        tensors | {PUBLISHED[kind] + name: tensor for name, tensor in state.items()}, folder / "model.safetensors"
+    )
+    return state
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_published_checkpoints_load_with_their_head(kind, tmp_path):
+    state = checkpoint(tmp_path, kind)
+    drafter = AutoDrafter.from_pretrained(tmp_path, sliding_rule="unbounded")
+    assert drafter.config.length_head == {"kind": kind, "bottleneck": 24}
+    assert all(torch.equal(tensor, state[name]) for name, tensor in drafter.length_head.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ({"thresh_head_direct_len": False}, "thresh_head_direct_len"),
+        ({"use_thresh_head_two_model": True, "use_thresh_head_subsequent": True}, "only one"),
+    ],
+)
+def test_heads_that_tell_no_length_are_refused(settings, words, tmp_path):
+    checkpoint(tmp_path, "two_model", **settings)
+    with pytest.raises(ValueError, match=words):
+        AutoDrafter.from_pretrained(tmp_path, sliding_rule="unbounded")

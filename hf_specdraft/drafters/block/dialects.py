@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ...heads import read_vocabulary_map
 from ..checkpoints import HUB_KEYS, Keys, network_fields, read_tensors
-from . import dialects_lattice, dialects_specfloor
+from . import dialects_lattice, dialects_length, dialects_specfloor
 
 
 def dialect_of(config: dict) -> str | None:
@@ -46,14 +46,16 @@ def read(name_or_path, config: dict, fields: dict, hub: dict) -> tuple[dict, dic
     that locate files are used. Raises ValueError for what cannot be told or done, OSError for missing files.
     """
     config, parts = dialects_lattice.split(config)
+    config, head = dialects_length.split(config)
     _refuse_relatives(config)
     keys = Keys(config)
     dialect = {"z-lab": _zlab, "transformers": _transformers, "deepspec": _deepspec, "speculators": _speculators}
     state = read_tensors(name_or_path, **{key: hub[key] for key in HUB_KEYS if key in hub})
     dialects_lattice.rename(state)
+    dialects_length.rename(state)
     values = dialect[dialect_of(config)](keys, state)
     keys.close()
-    values = {"dtype": config.get("dtype") or config.get("torch_dtype"), **values, **parts, **fields}
+    values = {"dtype": config.get("dtype") or config.get("torch_dtype"), **values, **parts, **head, **fields}
     if values.get("sliding_rule", "") is None:
         raise ValueError(
             "this layout is written by z-lab (whose reference gives the window of sliding layers no effect) and by "
