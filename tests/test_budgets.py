@@ -18,7 +18,7 @@ from torch import Tensor
 from hf_specdraft import policies
 from hf_specdraft.draft import Draft, Law
 from hf_specdraft.drafters.block import BlockConfig, BlockDrafter
-from hf_specdraft.policies import FixedLength, Situation, budgets, costs
+from hf_specdraft.policies import FixedLength, Situation, costs
 from hf_specdraft.policies.budgets import Growth, prefixes, ranked
 from hf_specdraft.policies.costs import PassTimes, Prices
 from hf_specdraft.policies.d_cut import kept_drafts
@@ -402,9 +402,10 @@ def test_forespark_leaves_drawn_rows_whose_confidence_saw_their_tokens():
 
 POLICIES = [
     {"name": "d_cut", "min_saving": 0.0},
-    {"name": "d_cut", "mode": 0.5},
+    {"name": "d_cut", "mode": 0.5, "packed": True},
     "dspark_batch",
     {"name": "forespark", "explore": 3},
+    {"name": "forespark", "explore": 3, "packed": True},
 ]
 
 
@@ -429,6 +430,7 @@ def test_texts_are_the_same_with_budgets(policy, batch, monkeypatch):
         self.prices = Prices(
             PassTimes({}, lambda rows, tokens, context: 1 + node * (tokens - 1)),
             PassTimes({}, lambda rows, depth, context: 0.01),
+            self.prices.packed,
         )
         return before(self, *args)
 
@@ -505,8 +507,8 @@ def test_sampled_law(policy, monkeypatch):
     """Chi-square, in the default mode, at prices where rows get drafts of different lengths."""
     monkeypatch.setattr(test_sampling_law, "ROWS", 2000)
     monkeypatch.setattr(Prices, "verify", lambda self, rows, nodes, context: 1 + 0.25 * nodes)
-    monkeypatch.setattr(budgets, "prices_of", lambda *a: priced(packed=True))
-    stats = assert_fits(Markov(rated_chain, policy=policy), "all_warpers")
+    monkeypatch.setattr(Prices, "draft", lambda self, rows, depth: 0.0)
+    stats = assert_fits(Markov(rated_chain, policy={"name": policy, "packed": True}), "all_warpers")
     assert stats.verified < stats.drafted
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -83,11 +84,13 @@ class Budgeted(Policy):
     """Decides for all rows of a pass at once by measured prices.
 
     prices: a JSON file to read and keep the prices in, so that a seed gives one text in every process (`prices_of`).
+    packed: decide as if a pass cost its tokens, whatever its shape: the papers' form, for engines that pack rows of
+        unequal length. A pass of transformers is a rectangle, and by default it is priced as one.
     """
 
-    def __init__(self, situation: Situation, prices: str | Path | None = None):
+    def __init__(self, situation: Situation, prices: str | Path | None = None, packed: bool = False):
         self.inner = situation.inner
-        self.prices = prices_of(situation, prices)
+        self.prices = replace(prices_of(situation, prices), packed=packed)
         self._columns, self._new = situation.columns, [1] * situation.batch
 
     @property

@@ -41,8 +41,9 @@ class DCut(Budgeted):
         min_saving: float = 0.12,
         counts_anchors: bool = False,
         prices: str | Path | None = None,
+        packed: bool = False,
     ):
-        super().__init__(situation, prices)
+        super().__init__(situation, prices, packed)
         if mode != "auto" and (isinstance(mode, (str, bool)) or not 0 < mode <= 1):
             raise ValueError(f"policy d_cut: mode must be 'auto' or a ratio in (0, 1], got {mode!r}")
         if not ratios or any(not 0 < ratio <= 1 for ratio in ratios):

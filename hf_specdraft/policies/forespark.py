@@ -25,7 +25,7 @@ class ForeSpark(Budgeted):
     After: no more than was planned is verified, and less where the drafted tokens' own confidences say so. More may be
     drafted than is verified (`kappas`) where choosing among them has gained enough so far.
 
-    kappas: how much more, of which the best is taken; 1 among them. Only packed passes can choose.
+    kappas: how much more, of which the best is taken; 1 among them. Only with `packed`.
     explore: every so many rounds all rows draft in full, so that rows that draft little are not judged by the past.
     prior: the chance of a token before anything was counted. memory: weight of the past in the counts, per round.
     What it looks at: before drafting, past rounds only. Afterwards the drafted tokens' confidences: all of them for
@@ -43,8 +43,9 @@ class ForeSpark(Budgeted):
         prior: float = 0.7,
         memory: float = 0.9,
         prices: str | Path | None = None,
+        packed: bool = False,
     ):
-        super().__init__(situation, prices)
+        super().__init__(situation, prices, packed)
         if 1 not in kappas or min(kappas) < 1:
             raise ValueError(f"policy forespark: kappas must be at least 1, and 1 among them, got {kappas!r}")
         if explore < 1 or not 0 < prior < 1 or not 0 <= memory < 1:
