@@ -241,7 +241,7 @@ CASES = {
     "config length 0": (lambda folder: NgramConfig(num_assistant_tokens=0), ("num_assistant_tokens", "at least 1")),
     "config length above the block": (lambda folder: BlockConfig.tiny(num_assistant_tokens=9), ("9", "than the 3")),
     "tree_nodes": (lambda folder: NgramConfig(tree_nodes=-1), ("tree_nodes", "-1", "0 drafts chains")),
-    "policy": (lambda folder: NgramConfig(policy="eager"), ("policy", "'auto' or 'fixed'", "'eager'")),
+    "policy": (lambda folder: NgramConfig(policy="eager"), ("policy", "one of auto, fixed", "'eager'")),
     "scoring": (lambda folder: NgramConfig(scoring="best"), ("scoring", "'blend' or 'suffix'", "'best'")),
     "probability": (lambda folder: NgramConfig(min_prob=1.5), ("min_prob is a probability", "1.5")),
     "assistant without a model": (lambda folder: AssistantDrafter(AssistantConfig()), ("from_model",)),
