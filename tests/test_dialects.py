@@ -2,10 +2,10 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
+from published import FIXTURES
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -14,7 +14,6 @@ from hf_specdraft.drafters import AutoDrafter, TargetView
 from hf_specdraft.drafters.block import BlockDrafter, ContextCache
 from hf_specdraft.drafters.block.dialects import dialect_of
 
-FIXTURES = Path(__file__).parent / "fixtures"
 DRAFTERS = [
     "dflash-zlab/drafter",
     "dflash-transformers/drafter",

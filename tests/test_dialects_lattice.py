@@ -3,11 +3,11 @@
 import json
 import shutil
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from published import FIXTURES
 from safetensors.torch import load_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
@@ -20,7 +20,6 @@ from hf_specdraft.drafters.base import TargetView
 from hf_specdraft.drafters.block.convolutions import BlockConvolution
 from hf_specdraft.training.records import FusedContext, Unrolled
 
-FIXTURES = Path(__file__).parent / "fixtures"
 KINDS = ("dflash2", "lilicorr")
 close = partial(assert_close, atol=1e-4, rtol=0)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from published import FIXTURES
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -16,7 +17,6 @@ from hf_specdraft.drafters.eagle3.configuration_eagle3 import tapped_layers
 from hf_specdraft.drafters.eagle3.dialects import dialect_of
 from hf_specdraft.training.records import TrainingBatch
 
-FIXTURES = Path(__file__).parent / "fixtures"
 SAFEAILAB = "eagle3-safeailab/drafter"
 DEEPSPEC = "eagle3-deepspec/drafter"
 SPECULATORS = ["eagle3-speculators/drafter", "eagle3-speculators/drafter-norms"]

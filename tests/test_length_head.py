@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import tiny_llama
+from published import FIXTURES
 from safetensors.torch import load_file, save_file
 from scripted import prompts
 from test_trainer import make_drafter, make_target, rows
@@ -22,7 +23,7 @@ from hf_specdraft.training.loss import DraftLoss
 from hf_specdraft.training.records import Unrolled
 from hf_specdraft.training.trainer import DraftTrainer
 
-FOLDER = Path(__file__).parent / "fixtures" / "adaflash"
+FOLDER = FIXTURES / "adaflash"
 PUBLISHED = {"two_model": "thresh_head_two_model.", "subsequent": "thresh_head_subsequent."}
 
 

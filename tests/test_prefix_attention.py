@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from published import FIXTURES
+from safetensors.torch import load_file
 from targets import LENGTHS, NEW_TOKENS, padded, plain, prompts
 from targets import target as tiny_target
 from test_sampling_law import V, assert_fits
@@ -21,7 +21,6 @@ from hf_specdraft.drafters.block import BlockConfig, BlockDrafter
 from hf_specdraft.training.loss import DraftLoss
 from hf_specdraft.training.records import FusedContext, TrainingBatch, Unrolled
 
-FIXTURES = Path(__file__).parent / "fixtures"
 GOLDEN = load_file(FIXTURES / "prefix-attention" / "golden.safetensors")
 SMALL = dict(name="prefix_attention", rank=8, heads=2, head_dim=8, mlp_hidden=16, top_k=6)
 ROUNDS = [(prompt, r) for prompt in "ab" for r in range(2)]
@@ -33,13 +32,8 @@ def target():
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """The published folder whole."""
-    place = shutil.copytree(FIXTURES / "prefix-attention" / "drafter", tmp_path_factory.mktemp("published") / "drafter")
-    theirs = load_file(FIXTURES / "dflash-target" / "model.safetensors")
-    borrowed = {"embed_tokens.weight": theirs["model.embed_tokens.weight"], "lm_head.weight": theirs["lm_head.weight"]}
-    save_file({**load_file(place / "model.safetensors"), **borrowed}, place / "model.safetensors")
-    return place
+def folder():
+    return FIXTURES / "prefix-attention" / "drafter"
 
 
 @pytest.fixture(scope="module")
