@@ -1,7 +1,29 @@
 """How deep to draft, what to verify, and whether drafting pays at all. A module in here is found by looking.
 
-Costs are measured once per target, drafter and kind of call, and kept for the life of the process; no decision is made
-before they are known, and every decision compares counts, never the clock, so that a seed reproduces an output.
+| name | decides | looks at | source |
+| --- | --- | --- | --- |
+| auto | whether and how deep to draft; what to verify | past rounds, costs, ratings | CaDDTree 2606.01813 |
+| fixed | lengths: always the same, or 2 more after a full success, else 1 less | past rounds | transformers |
+| hf_threshold | where a draft ends | the tokens so far and their laws | transformers |
+| svip | where a draft ends | laws of the tokens so far | SVIP 2411.18462 |
+| kangaroo | where a draft ends | laws of the tokens so far | Kangaroo 2404.18911 |
+| cost_aware | where a draft ends | laws of the tokens so far, costs | ours |
+| specdecpp | where a draft ends | the drafter's states after the tokens before the latest | SpecDec++ 2405.19715 |
+| failfast | whether a draft goes on by another block (token) | chances of the tokens so far | FailFast |
+| speckv | each row's length | laws of past drafts, costs | SpecKV 2605.02888 |
+| adl | each row's length | past rounds | DiffuSpec 2510.02358 |
+| adaflash | how much of a block to verify | the block's states, which no drawn token entered | AdaFlash 2607.19223 |
+| confidence | how much of a row to verify | its confidences up to each slot | DSpark 2607.05147 |
+| dspark | how much of a row to verify | its confidences up to each slot, costs | DSpark 2607.05147 |
+| dspark_batch | what of a batch to verify | confidences up to the first drop, prices | DSpark 2607.05147 |
+| d_cut | what of a batch to verify | all confidences (drawn rows become point rows), prices | D-Cut 2607.14647 |
+| forespark | how much to draft and to verify of a batch | past rounds or `outlook`; then as dspark_batch | ForeSpark |
+
+What a decision may have seen without bending the output's law: see `base.Policy`.
+
+Costs (of one kind of call, while it runs) and prices (of passes of any size, beforehand) are measured once per target
+and drafter, and kept for the life of the process. No decision is made before they are known, and every decision
+compares counts, never the clock, so that a seed reproduces an output.
 """
 
 from __future__ import annotations
