@@ -60,7 +60,7 @@ class DSpark(_Cut):
     grow one by one; nothing is cut until the costs are known.
 
     seconds(m) is a round with a pass over m nodes. Rows decide each for itself, as if the others did the same; for
-    budgets over a batch there is "dspark_scheduler".
+    budgets over a batch there is "dspark_batch".
     """
 
     name = "dspark"
