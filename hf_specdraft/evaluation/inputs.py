@@ -77,7 +77,7 @@ def load_drafter(spec: str, dtype: str = "auto", device: str = "cpu", pack: bool
     Raises ValueError for an option that the config does not have.
     """
     name, _, text = spec.partition(":")
-    # Commas inside a JSON value, as in policy={"name": "d_cut", "ratio": 0.5}, part nothing.
+    # Commas inside a JSON value, as in policy={"name": "d_cut", "mode": 0.5}, part nothing.
     options = dict(_option(item, spec) for item in re.split(r",(?![^{\[]*[}\]])", text) if item)
     if "recipe" in options:
         options = {**recipes.get(options.pop("recipe")).draft, **options}

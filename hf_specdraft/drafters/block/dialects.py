@@ -1,4 +1,4 @@
-"""Readers of published DFlash checkpoints: their config keys and tensor names -> BlockConfig and the internal names.
+"""Readers of published checkpoints: their config keys and tensor names -> BlockConfig and the internal names.
 
 Dialects differ silently: a wrong guess leaves the text right and the drafts useless. So every key must be read or be
 known not to matter, every tensor must find its place, and what cannot be told from the checkpoint is refused.
@@ -11,7 +11,8 @@ known not to matter, every tensor must find its place, and what cannot be told f
 | sliding layers | `sliding_rule` none or "query" | "distance" | none | "anchor" |
 
 Heads behind the block: DSpark's (Markov, confidence) in SpecForge's, DeepSpec's and speculators' files, Domino's in
-SpecForge's. SpecForge's DSpark and, by `shift_label`, Domino draft from slot 0.
+SpecForge's. SpecForge's DSpark and, by `shift_label`, Domino draft from slot 0. Parts that no layout above knows:
+`dialects_lattice` (LiLiCorr, DFlash 2), `dialects_specfloor` (prefix attention), `dialects_length` (AdaFlash).
 """
 
 from __future__ import annotations
