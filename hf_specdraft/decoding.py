@@ -263,12 +263,13 @@ class _Call:
         drafter = self.drafter
         constant = self.settings.schedule == "constant"
         inner = FixedLength(self.length, not constant, self.rows.batch)
-        if synced or drafter.config.policy == "fixed":
+        name, _ = policies.parsed(drafter.config.policy)
+        if synced or name == "fixed":
             return inner
         nodes = drafter.config.tree_nodes if self.target.trees else 0
         depth = inner.lengths[0]
         sampled = self.scorer.do_sample and getattr(drafter.config, "draft_sampling", False)
-        if drafter.config.policy != "auto":
+        if name != "auto":
             columns = self.context_columns
             situation = Situation(self.model, drafter, self.rows.batch, columns, inner, nodes, sampled)
             return policies.make(drafter.config.policy, situation)

@@ -137,6 +137,11 @@ def test_the_share_says_how_many_tokens_are_verified():
     assert count(smooth, 0.5, 1.0) == [2, 3]  # half way from 4 to 2 tokens
 
 
+def test_no_block_is_drafted_that_the_share_does_not_tell_of():
+    drafter = dict(length_head=object(), config=SimpleNamespace(num_drafts=3))
+    assert AdaFlash(situation(length=9, batch=2, **drafter)).before([0, 1]) == [3, 3]
+
+
 def test_exploring_is_seeded():
     def lengths(seed):
         policy = adaflash(explore=0.5, seed=seed)

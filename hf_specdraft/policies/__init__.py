@@ -72,26 +72,41 @@ def known() -> dict[str, type[Policy]]:
 
 
 def check(policy: str | dict[str, Any]) -> None:
-    """Raise ValueError for a policy that is not known, or options that it does not have."""
-    options = dict(policy) if isinstance(policy, dict) else {"name": policy}
-    name = options.pop("name", None)
+    """Raise ValueError for a policy that is not known, options that it does not have, or values it has no use for."""
+    name, options = parsed(policy)
     if name in BUILT_IN and not options:
         return
-    if name not in known():
+    if not isinstance(name, str) or name not in known():
         raise ValueError(f"policy must be one of {', '.join((*BUILT_IN, *sorted(known())))}, got {name!r}")
-    accepted = list(inspect.signature(known()[name].__init__).parameters)[2:]
-    unknown = sorted(set(options) - set(accepted))
+    accepted = list(inspect.signature(known()[name].__init__).parameters.values())[2:]
+    unknown = sorted(set(options) - {option.name for option in accepted})
     if unknown:
-        raise ValueError(f"policy {name} has no option {', '.join(unknown)}; it has {', '.join(accepted) or 'none'}")
+        names = ", ".join(option.name for option in accepted) or "none"
+        raise ValueError(f"policy {name} has no option {', '.join(unknown)}; it has {names}")
+    values = {option.name: option.default for option in accepted} | options
+    try:
+        known()[name].check(**values)
+    except TypeError as error:  # text in the place of a number
+        given = ", ".join(f"{option}={value!r}" for option, value in options.items())
+        raise ValueError(f"policy {name} was given a value of a wrong kind among {given}: {error}") from None
+
+
+def parsed(policy: str | dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The name and the options of a policy as a config has it."""
+    options = dict(policy) if isinstance(policy, dict) else {"name": policy}
+    return options.pop("name", None), options
 
 
 def threshold_of(settings: Settings, drafter: Any) -> Threshold | None:
     """The stop by confidence that the caller asks for, or else the drafter's config."""
-    threshold = settings.confidence_threshold or getattr(drafter.config, "confidence_threshold", 0.0)
+    threshold = settings.confidence_threshold
+    if threshold is None:
+        threshold = getattr(drafter.config, "confidence_threshold", 0.0)
     return Threshold(threshold) if threshold else None
 
 
 def make(policy: str | dict[str, Any], situation: Situation) -> Policy:
-    """The policy of one call, which `check` has let pass."""
-    options = dict(policy) if isinstance(policy, dict) else {"name": policy}
-    return known()[options.pop("name")](situation, **options)
+    """The policy of one call, one of `known`. Raises ValueError as `check` does: a config's field may be set later."""
+    check(policy)
+    name, options = parsed(policy)
+    return known()[name](situation, **options)

@@ -41,11 +41,6 @@ class AdaFlash(Policy):
             )
         if situation.nodes:
             raise ValueError(f"policy {self.name} cuts chains; set tree_nodes to 0, or choose another policy")
-        if not (rate > 0 and shortest >= 1 and 0 < smoothing <= 1 and 0 <= explore <= 1):
-            raise ValueError(
-                f"policy {self.name} takes rate above 0, shortest from 1, smoothing in (0, 1], explore in [0, 1], got "
-                f"{rate}, {shortest}, {smoothing} and {explore}"
-            )
         self.inner, self.rate, self.shortest = situation.inner, rate, shortest
         self.smoothing, self.explore = smoothing, explore
         self.size = situation.drafter.config.num_drafts + 1
@@ -53,9 +48,18 @@ class AdaFlash(Policy):
         self._means: dict[int, float] = {}
         self._rows: list[int] = []
 
+    @classmethod
+    def check(cls, rate: float, shortest: int, smoothing: float, explore: float, **others) -> None:
+        if not (rate > 0 and shortest >= 1 and 0 < smoothing <= 1 and 0 <= explore <= 1):
+            raise ValueError(
+                f"policy {cls.name} takes rate above 0, shortest from 1, smoothing in (0, 1], explore in [0, 1], got "
+                f"{rate}, {shortest}, {smoothing} and {explore}"
+            )
+
     def before(self, rows: list[int], outlook=None) -> list[int]:
         self._rows = rows
-        return self.inner.before(rows)
+        # The head tells of one block: further ones would be cut all the same.
+        return [min(length, self.size - 1) for length in self.inner.before(rows)]
 
     def cut(self, draft: Draft, going: list[bool]) -> Draft:
         share = getattr(draft.evidence, "share", None)

@@ -36,13 +36,6 @@ class AdaptiveDraftLength(Policy):
         k_min: int | None = None,
         k_max: int | None = None,
     ):
-        if not 0 < rho <= 1:
-            raise ValueError(f"policy adl: rho must be above 0 and at most 1, got {rho}")
-        for option, value, least in (("delta", delta, 0), ("k_min", k_min, 1), ("k_max", k_max, 1)):
-            if value is not None and value < least:
-                raise ValueError(f"policy adl: {option} must be at least {least}, got {value}")
-        if k_min is not None and k_max is not None and k_min > k_max:
-            raise ValueError(f"policy adl: k_min {k_min} is more than k_max {k_max}")
         asked = max(situation.inner.lengths)
         self.rho = rho
         self.k_max = min(k_max or asked, asked)
@@ -52,6 +45,16 @@ class AdaptiveDraftLength(Policy):
         self._ends = torch.tensor(end_ids(situation.target))
         self._averages: list[tuple[float, float] | None] = [None] * situation.batch
         self._said: Tensor | None = None  # [B, S] whether this round's draft ends at each slot
+
+    @staticmethod
+    def check(rho: float, delta: int | None, k_min: int | None, k_max: int | None) -> None:
+        if not 0 < rho <= 1:
+            raise ValueError(f"policy adl: rho must be above 0 and at most 1, got {rho}")
+        for option, value, least in (("delta", delta, 0), ("k_min", k_min, 1), ("k_max", k_max, 1)):
+            if value is not None and value < least:
+                raise ValueError(f"policy adl: {option} must be at least {least}, got {value}")
+        if k_min is not None and k_max is not None and k_min > k_max:
+            raise ValueError(f"policy adl: k_min {k_min} is more than k_max {k_max}")
 
     def before(self, rows: list[int], outlook: Callable[[], Tensor | None] = lambda: None) -> list[int]:
         return [self.lengths[row] for row in rows]

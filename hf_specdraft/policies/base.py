@@ -56,6 +56,11 @@ class Policy:
     costs: Costs | None = None  # filled in by the loop while they are not known
     free_only = False  # whether a drafter that has a free part should leave its network out of this round
 
+    @staticmethod
+    def check(**options) -> None:
+        """Raise ValueError for values that no call has a use for, before there is one (`policies.check`). options: all
+        of them, defaults included."""
+
     def before(self, rows: list[int], outlook: Callable[[], Tensor | None] = lambda: None) -> list[int]:
         """How deep each row's draft may go this round; 0 for none.
 

@@ -47,9 +47,12 @@ class ConfidenceCut(_Cut):
 
     def __init__(self, situation: Situation, threshold: float = 0.5):
         super().__init__(situation)
-        if not 0 <= threshold <= 1:
-            raise ValueError(f"threshold of policy {self.name} must be in [0, 1], got {threshold}")
         self.threshold = threshold
+
+    @classmethod
+    def check(cls, threshold: float) -> None:
+        if not 0 <= threshold <= 1:
+            raise ValueError(f"threshold of policy {cls.name} must be in [0, 1], got {threshold}")
 
     def kept(self, draft: Draft) -> Tensor:
         return (factors(draft) >= self.threshold).cpu().cumprod(1).bool()

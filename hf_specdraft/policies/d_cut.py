@@ -44,12 +44,15 @@ class DCut(Budgeted):
         packed: bool = False,
     ):
         super().__init__(situation, prices, packed)
+        self.ratios = sorted(ratios) if mode == "auto" else [mode]
+        self.min_saving, self.counts_anchors = min_saving, counts_anchors
+
+    @staticmethod
+    def check(mode: str | float, ratios: tuple[float, ...], **others) -> None:
         if mode != "auto" and (isinstance(mode, (str, bool)) or not 0 < mode <= 1):
             raise ValueError(f"policy d_cut: mode must be 'auto' or a ratio in (0, 1], got {mode!r}")
         if not ratios or any(not 0 < ratio <= 1 for ratio in ratios):
             raise ValueError(f"policy d_cut: ratios must be in (0, 1], got {ratios!r}")
-        self.ratios = sorted(ratios) if mode == "auto" else [mode]
-        self.min_saving, self.counts_anchors = min_saving, counts_anchors
 
     def cut(self, draft: Draft, going: list[bool]) -> Draft:
         if draft.confidence is None or not draft.shape[1]:

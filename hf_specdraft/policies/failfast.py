@@ -22,12 +22,15 @@ class FailFast(Policy):
     name = "failfast"
 
     def __init__(self, situation: Situation, min_confidence: float = 0.45, max_draft: int = 60):
+        self.min_confidence, self.max_draft = min_confidence, max_draft
+
+    @classmethod
+    def check(cls, min_confidence: float, max_draft: int) -> None:
         if not 0 <= min_confidence <= 1 or max_draft < 1:
             raise ValueError(
-                f"policy {self.name} needs min_confidence in [0, 1] and max_draft of at least 1, got {min_confidence} "
+                f"policy {cls.name} needs min_confidence in [0, 1] and max_draft of at least 1, got {min_confidence} "
                 f"and {max_draft}"
             )
-        self.min_confidence, self.max_draft = min_confidence, max_draft
 
     def before(self, rows: list[int], outlook=None) -> list[int]:
         return [self.max_draft] * len(rows)

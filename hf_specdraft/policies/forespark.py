@@ -46,13 +46,6 @@ class ForeSpark(Budgeted):
         packed: bool = False,
     ):
         super().__init__(situation, prices, packed)
-        if 1 not in kappas or min(kappas) < 1:
-            raise ValueError(f"policy forespark: kappas must be at least 1, and 1 among them, got {kappas!r}")
-        if explore < 1 or not 0 < prior < 1 or not 0 <= memory < 1:
-            raise ValueError(
-                "policy forespark: explore must be at least 1, prior and memory between 0 and 1, got "
-                f"explore={explore}, prior={prior}, memory={memory}"
-            )
         self.explore, self.prior, self.memory = explore, prior, memory
         self.gains = {float(kappa): 1.0 for kappa in sorted(kappas)}  # by kappa, what choosing multiplies S by
         self._hits, self._misses = ([0.0] * situation.batch for _ in range(2))
@@ -61,6 +54,16 @@ class ForeSpark(Budgeted):
         self._plan: Growth | None = None
         self._budget: int | None = None  # steps of verification; None for all
         self._chooses = True  # whether the drafts are of a kind that `cut` may choose from
+
+    @staticmethod
+    def check(kappas: tuple[float, ...], explore: int, prior: float, memory: float, **others) -> None:
+        if 1 not in kappas or min(kappas) < 1:
+            raise ValueError(f"policy forespark: kappas must be at least 1, and 1 among them, got {kappas!r}")
+        if explore < 1 or not 0 < prior < 1 or not 0 <= memory < 1:
+            raise ValueError(
+                "policy forespark: explore must be at least 1, prior and memory between 0 and 1, got "
+                f"explore={explore}, prior={prior}, memory={memory}"
+            )
 
     def before(self, rows: list[int], outlook: Callable[[], Tensor | None] = lambda: None) -> list[int]:
         limits = self.inner.before(rows)

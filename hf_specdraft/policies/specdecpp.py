@@ -23,10 +23,6 @@ class SpecDecPP(StopRule):
 
     def __init__(self, situation: Situation, threshold: float = 0.3, shortest: int = 2):
         super().__init__(situation)
-        if not 0 <= threshold <= 1 or shortest < 1:
-            raise ValueError(
-                f"policy {self.name} takes a threshold in [0, 1] and shortest from 1, got {threshold} and {shortest}"
-            )
         self.head = acceptance_head_of(situation.drafter)
         if self.head is None:
             raise ValueError(
@@ -35,6 +31,13 @@ class SpecDecPP(StopRule):
             )
         self.threshold, self.shortest = threshold, shortest
         self._all: Tensor | None = None
+
+    @classmethod
+    def check(cls, threshold: float, shortest: int) -> None:
+        if not 0 <= threshold <= 1 or shortest < 1:
+            raise ValueError(
+                f"policy {cls.name} takes a threshold in [0, 1] and shortest from 1, got {threshold} and {shortest}"
+            )
 
     def unsure(self, partial: Partial) -> Tensor:
         if partial.step == 1:  # the anchor was read: it is committed

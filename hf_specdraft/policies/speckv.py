@@ -143,8 +143,6 @@ class SpecKV(Policy):
         log: list[Record] | None = None,
     ):
         self.lengths = sorted(set(lengths))
-        if not self.lengths or self.lengths[0] < 1:
-            raise ValueError(f"lengths of policy {self.name} must be numbers from 1, got {lengths!r}")
         if controller is None and len(self.lengths) > 1:
             raise ValueError(
                 f"policy {self.name} needs a controller: policies.speckv.fit(policies.speckv.collect(target, drafter, "
@@ -157,6 +155,14 @@ class SpecKV(Policy):
         self._features: dict[int, Tensor] = {}
         self._seen: list[tuple[Tensor, Tensor]] = []
         self._used: list[list[float] | None] = []
+
+    @classmethod
+    def check(cls, controller: dict | None, lengths: Sequence[int], log: list[Record] | None) -> None:
+        """A missing controller is told when a call needs it: a config may get it later."""
+        if not lengths or min(lengths) < 1:
+            raise ValueError(f"lengths of policy {cls.name} must be numbers from 1, got {lengths!r}")
+        if controller is not None:
+            Controller.of(controller)
 
     def seconds(self, nodes: int) -> float:
         """Of a round with a chain of `nodes` nodes."""
