@@ -277,6 +277,13 @@ def test_dspark_stops_early_and_that_keeps_the_law(monkeypatch):
     assert looking_on[0] == pytest.approx(0.775), "only two Bs are dropped unseen"
 
 
+def test_an_early_stop_does_not_look_past_what_brings_nothing():
+    """Were the third entry to decide whether the second is verified, the second's token, which it has seen, would."""
+    growth = Growth(torch.tensor([[1.0, 1.0, 1.0]]), packed=True)
+    rates = [1.0, 2.0, 2.0, 3.0]
+    assert growth.best(rates.__getitem__, stops_early=True) == 1 and growth.best(rates.__getitem__) == 3
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", ["d_cut", "dspark_batch", "forespark"])
 def test_drawn_rows_keep_the_law_at_any_price(name, packed):

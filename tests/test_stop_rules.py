@@ -18,7 +18,7 @@ from hf_specdraft.draft import Block, Draft, Partial
 from hf_specdraft.drafters.assistant import AssistantDrafter
 from hf_specdraft.drafters.block import BlockConfig, BlockDrafter
 from hf_specdraft.drafters.eagle3 import Eagle3Config, Eagle3Drafter
-from hf_specdraft.policies import Costs, FixedLength, Threshold, base
+from hf_specdraft.policies import Costs, FixedLength, PaysOff, Threshold, base
 from hf_specdraft.policies.stop_rules import SVIP, CostAware, HFThreshold, Kangaroo, best_threshold
 from hf_specdraft.trees import prune
 
@@ -184,6 +184,41 @@ def rule_options(rule: str) -> dict:
     return options | ({"threshold": 0.38 if rule == "svip" else 0.45} if "threshold" in options else {})
 
 
+def test_a_later_cut_knows_that_the_length_has_looked_at_tokens():
+    """A pass over one node does not pay, one over two does: to drop both where the first token ended the draft would
+    let that token decide about itself."""
+    costs = Costs({0: 1.0, 1: 3.0, 2: 3.0})
+
+    def decide(draft: Draft) -> Draft:
+        alone = []
+        for row in range(draft.shape[0]):
+            pick = lambda x, row=row: x[row : row + 1]  # noqa: E731
+            block = replace(draft.evidence, logits=pick(draft.evidence.logits), hidden=pick(draft.evidence.hidden))
+            law = replace(draft.law, probs=pick(draft.law.probs), rows=pick(draft.law.rows))
+            rating = torch.tensor([[1.0, 0.9]])
+            one = Draft.chain(
+                pick(draft.tokens), [2], law=law, confidence=rating, confidence_kind="prior", evidence=block
+            )
+            pays = PaysOff(FixedLength(2), costs)
+            pays.rounds = PaysOff.warm_up
+            pays.margin = 0.9
+            alone.append(pays.cut(Threshold(0.4).cut(one, [True]), [True]))
+        kept = torch.tensor([[bool(d.valid[:, j].any()) if j < d.shape[1] else False for j in (0, 1)] for d in alone])
+        return prune(draft, kept, looked_at_token=False)
+
+    whole, _ = bias.drafts(*bias.tables(0)[2:])
+    lengths = decide(whole).valid.sum(1)
+    assert set(lengths.tolist()) == {1, 2}, "the threshold cuts"
+    for seed in range(6):
+        assert bias.distance(seed, decide) < 1e-12
+
+
+def test_a_threshold_of_zero_turns_the_drafters_own_off():
+    drafter = AssistantDrafter.from_model(tiny_llama(3), confidence_threshold=0.3)
+    given = lambda value: policies.threshold_of(policies.Settings(confidence_threshold=value), drafter)  # noqa: E731
+    assert given(None).threshold == 0.3 and given(0.7).threshold == 0.7 and given(0.0) is None
+
+
 def test_dropping_the_unsure_token_is_noticed():
     def dropping(draft: Draft) -> Draft:
         chances = draft.law.probs.gather(-1, draft.tokens[..., None])[..., 0]
@@ -197,16 +232,54 @@ def test_dropping_the_unsure_token_is_noticed():
 @pytest.mark.parametrize(
     "policy, words",
     [
-        ({"name": "hf_threshold", "threshold": 1.5}, ("threshold", "1.5")),
-        ({"name": "svip", "threshold": -1}, ("threshold", "-1")),
-        ({"name": "kangaroo", "threshold": 2}, ("threshold", "2")),
         ("specdecpp", ("acceptance head", "loss.terms acceptance")),
         ("adaflash", ("length head", "loss.terms length")),
         ("speckv", ("controller", "fit")),
     ],
 )
-def test_impossible_options_are_refused(policy, words):
+def test_what_a_drafter_or_a_call_lacks_is_told(policy, words):
     drafter = AssistantDrafter.from_model(tiny_llama(3), policy=policy)
     with pytest.raises(ValueError) as error:
         tiny_llama().generate(**prompts(1), assistant_model=drafter, max_new_tokens=4)
     assert all(word in str(error.value) for word in words)
+
+
+@pytest.mark.parametrize(
+    "policy, words",
+    [
+        ({"name": "hf_threshold", "threshold": 1.5}, ("threshold", "1.5")),
+        ({"name": "svip", "threshold": -1}, ("threshold", "-1")),
+        ({"name": "kangaroo", "threshold": 2}, ("threshold", "2")),
+        ({"name": "kangaroo", "threshold": "high"}, ("kangaroo", "threshold='high'", "wrong kind")),
+        ({"name": "confidence", "threshold": 2}, ("threshold", "2")),
+        ({"name": "specdecpp", "shortest": 0}, ("shortest", "0")),
+        ({"name": "adaflash", "rate": 0}, ("rate", "0")),
+        ({"name": "adl", "k_min": 5, "k_max": 4}, ("k_min 5", "k_max 4")),
+        ({"name": "d_cut", "ratios": [0.0]}, ("ratios", "0.0")),
+        ({"name": "forespark", "explore": 0}, ("explore", "0")),
+        ({"name": "failfast", "max_draft": 0}, ("max_draft", "0")),
+        ({"name": "speckv", "lengths": [0]}, ("lengths", "0")),
+        ({"name": "speckv", "controller": {"outer": [1]}}, ("controller", "fit")),
+        ({"name": ["svip"]}, ("one of", "svip")),
+    ],
+    ids=str,
+)
+def test_impossible_options_are_refused_with_the_config(policy, words):
+    with pytest.raises(ValueError) as error:
+        BlockConfig.tiny(policy=policy)
+    assert all(word in str(error.value) for word in words)
+
+
+def test_a_policy_that_is_set_later_is_checked_by_the_call():
+    drafter = AssistantDrafter.from_model(tiny_llama(3))
+    for drafter.config.policy, words in (("sviip", "one of auto"), ({"name": "svip", "threshold": -1}, "negative")):
+        with pytest.raises(ValueError, match=words):
+            tiny_llama().generate(**prompts(1), assistant_model=drafter, max_new_tokens=4)
+
+
+@pytest.mark.parametrize("name", policies.BUILT_IN)
+def test_built_in_policies_may_be_written_as_a_section(name):
+    model, inputs = tiny_llama(), prompts(1)
+    drafter = AssistantDrafter.from_model(tiny_llama(3), policy={"name": name})
+    out = model.generate(**inputs, assistant_model=drafter, max_new_tokens=6, do_sample=False)
+    assert torch.equal(out, model.generate(**inputs, max_new_tokens=6, do_sample=False))

@@ -69,13 +69,14 @@ class Growth:
         return step / max(1, len(self.counts)) if self.packed else step
 
     def best(self, rate: Callable[[int], float], last: int | None = None, stops_early: bool = False) -> int:
-        """The step with the greatest rate, of those up to `last`; stops_early: before the first drop of the rate."""
+        """The step with the greatest rate, of those up to `last`; stops_early: before the first that brings no more,
+        so that nothing behind an entry decides about it."""
         best, highest = 0, rate(0)
         for step in range(1, len(self) if last is None else min(last + 1, len(self))):
             value = rate(step)
             if value > highest:
                 best, highest = step, value
-            elif stops_early and value < highest:
+            elif stops_early:
                 break
         return best
 

@@ -15,6 +15,7 @@ law of the output (Leviathan et al. 2211.17192), where dropping the unsure token
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -28,8 +29,8 @@ from .base import Policy, Situation
 class StopRule(Policy):
     """Drafts of the lengths the caller asks for, stopped where `unsure` says so.
 
-    A drafter that asks after each token is stopped there. A chain that came at once is cut behind its first unsure
-    slot, by the block's own laws. Of trees, and of chains of several blocks, nothing is cut.
+    A drafter that asks after each token is stopped there. A chain that came at once, or block by block, is cut behind
+    its first unsure slot, by the blocks' own laws. Of trees nothing is cut.
     """
 
     def __init__(self, situation: Situation):
@@ -59,6 +60,10 @@ class StopRule(Policy):
             return draft
         stops = [self.unsure(_at_slot(draft, block, slot)) for slot in range(draft.shape[1] - 1)]
         keep = F.pad(~torch.stack(stops, 1).cpu(), (1, 0), value=True).cumprod(1).bool()
+        # Whether there are nodes behind a node may depend on its own token from here on, so that no later cut may
+        # look past a node, as it might at confidences that had seen no token.
+        kind = "pre" if draft.confidence_kind == "prior" else draft.confidence_kind
+        draft = replace(draft, confidence_kind=kind)
         return prune(draft, keep, looked_at_token=False) if (draft.valid & ~keep).any() else draft
 
     def observe(self, rows: list[int], offered: list[int], committed: list[list[int]]) -> None:
@@ -117,11 +122,13 @@ class HFThreshold(StopRule):
 
     def __init__(self, situation: Situation, threshold: float = 0.4, online: bool = True):
         super().__init__(situation)
-        if not 0 <= threshold <= 1:
-            raise ValueError(f"threshold of policy {self.name} must be in [0, 1], got {threshold}")
         self.threshold, self.online = threshold, online
         self._chances: list[Tensor] = []
         self._known: deque[tuple[float, bool]] = deque(maxlen=self.remembered)
+
+    @classmethod
+    def check(cls, threshold: float, **others) -> None:
+        _refuse_no_share(cls, threshold)
 
     def unsure(self, partial: Partial) -> Tensor:
         sure = chance(partial)
@@ -152,6 +159,11 @@ def best_threshold(chances: Tensor, right: Tensor) -> float:
     return float(chances[cost.masked_fill(within, torch.inf).argmin()])
 
 
+def _refuse_no_share(rule: type[StopRule], threshold: float) -> None:
+    if not 0 <= threshold <= 1:
+        raise ValueError(f"threshold of policy {rule.name} must be in [0, 1], got {threshold}")
+
+
 class SVIP(StopRule):
     """Stops where a lower bound of the acceptance, 1 - sqrt(c entropy), is low: needs no training, one pass's law
     tells. Entropy in nats; c = 0.15, as published. threshold: infinity never stops, 0 always."""
@@ -161,9 +173,12 @@ class SVIP(StopRule):
 
     def __init__(self, situation: Situation, threshold: float = 0.3):
         super().__init__(situation)
-        if not threshold >= 0:
-            raise ValueError(f"threshold of policy {self.name} must not be negative, got {threshold}")
         self.threshold = threshold
+
+    @classmethod
+    def check(cls, threshold: float) -> None:
+        if not threshold >= 0:
+            raise ValueError(f"threshold of policy {cls.name} must not be negative, got {threshold}")
 
     def unsure(self, partial: Partial) -> Tensor:
         entropy = torch.special.entr(partial.logits.float().softmax(-1)).sum(-1)
@@ -178,10 +193,12 @@ class Kangaroo(StopRule):
 
     def __init__(self, situation: Situation, threshold: float = 0.6, cumulative: bool = False):
         super().__init__(situation)
-        if not 0 <= threshold <= 1:
-            raise ValueError(f"threshold of policy {self.name} must be in [0, 1], got {threshold}")
         self.threshold, self.cumulative = threshold, cumulative
         self._product: Tensor | None = None
+
+    @classmethod
+    def check(cls, threshold: float, **others) -> None:
+        _refuse_no_share(cls, threshold)
 
     def unsure(self, partial: Partial) -> Tensor:
         sure = top(partial)
