@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from hf_specdraft import AutoDrafter, BlockConfig, BlockDrafter
 from hf_specdraft.draft import Block, Commit, Draft, Features, Law
 from hf_specdraft.drafters.base import TargetView
-from hf_specdraft.drafters.block import BlockSession, stages
+from hf_specdraft.drafters.block import BlockSession, stages, unroll_edit
 from hf_specdraft.policies.failfast import FailFast
 from hf_specdraft.training.records import TrainingBatch
 from hf_specdraft.trees import prune
@@ -210,9 +210,8 @@ def test_failfast_is_lossless_whatever_is_rejected():
 def test_failfast_refuses_what_makes_no_sense():
     with pytest.raises(ValueError, match="no option increment"):
         make_drafter(policy={"name": "failfast", "increment": 4})
-    drafter = make_drafter(policy={"name": "failfast", "min_confidence": 2})
     with pytest.raises(ValueError, match="min_confidence"):
-        target("llama").generate(torch.tensor([[1, 2]]), assistant_model=drafter, max_new_tokens=3)
+        make_drafter(policy={"name": "failfast", "min_confidence": 2})
 
 
 @pytest.mark.parametrize("corrector", [None, {"name": "markov", "rank": 4}])
@@ -389,6 +388,25 @@ def test_training_unrolls_the_stages_of_drafting(rule, causal, view, monkeypatch
             assert labels[index, 0] == flat[begin + 1] and unrolled.previous[~unrolled.drafts][index, 0] == flat[begin]
         assert torch.isfinite(first).all()
     assert seen == {1, 2, 3}
+
+
+def test_all_processes_unroll_equally_many_stages(view, monkeypatch):
+    """With sharded weights, a process that made a pass more would wait for the others for ever."""
+    distributed = unroll_edit.distributed
+    monkeypatch.setattr(distributed, "is_initialized", lambda: True)
+    drafter, batch = looping().train(), pack([[SHORT, LONG], [OTHER]])
+    for told, stages_made in ((0.0, 1), (0.5, 2), (0.999, 3)):
+        monkeypatch.setattr(
+            distributed, "broadcast_object_list", lambda sent, src, told=told: sent.__setitem__(0, told)
+        )
+        for seed in range(3):
+            generator = torch.Generator().manual_seed(seed)
+            unrolled = drafter.unroll(view, batch, anchors=None, generator=generator)
+            if stages_made == 1:
+                assert unrolled.drafts is None
+            else:
+                last = ~unrolled.drafts
+                assert (unrolled.rows[last][0, 0] - unrolled.anchors[last][0]) == (stages_made - 1) * K
 
 
 def test_loss_of_the_last_stage_reaches_its_own_parts(view):

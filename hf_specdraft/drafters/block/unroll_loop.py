@@ -9,6 +9,7 @@ import torch
 from ...training.records import Unrolled
 from .branches import Beside, at_blocks, branch_pass
 from .unroll_block import Blocks, Reading
+from .unroll_edit import shared_chance
 
 
 def unroll(
@@ -18,7 +19,8 @@ def unroll(
 
     Every block starts at the text's own token. A later one sees the text's context before the first anchor, and as rows
     of what lies between the states that the earlier blocks gave; it exists where all of that was to be drafted. How
-    many stages is drawn once per batch (the paper draws per anchor: the same loss on average, in fewer passes).
+    many stages is drawn once per batch on all processes (the paper draws per anchor: the same loss on average, in fewer
+    passes).
     Metrics are about the first block, which evaluation (a drafter not in training mode) makes alone.
 
     stages: config.max_stages by default. detach: whether a block's states are cut off from the loss of later ones.
@@ -28,7 +30,7 @@ def unroll(
     if config.max_stages < 2:
         raise ValueError("unroll.mode loop trains a drafter of several stages; set drafter.max_stages above 1")
     most = config.max_stages if stages is None else stages
-    count = 1 + int(torch.randint(most, (), generator=generator)) if reading.drafter.training else 1
+    count = 1 + int(most * shared_chance(generator)) if reading.drafter.training else 1
     hidden = reading.states(reading.masked())
     first = last = reading.unrolled(hidden)
     if count == 1:
