@@ -328,6 +328,7 @@ def test_the_law_is_asked_only_where_a_term_needs_it(view):
         (dict(terms={"kl": 1.0}), "unknown objective 'kl'"),
         (dict(terms={"ce": "1"}), "weight of objective ce must be a number"),
         (dict(terms={"tv": {"mean_clip": 0.01}}), "tv has no option 'clip'"),
+        (dict(terms={"base_selector_ce": 1.0}), "base_ stands before objectives.*write selector_ce"),
         (dict(terms={"forward_kl": {"mean_clip": 0.01, "clip": 1.0}}), "clip or mean_clip"),
         (
             dict(terms="ce", weighting="linear"),

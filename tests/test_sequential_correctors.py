@@ -170,6 +170,7 @@ def test_growing_keeps_what_was_trained():
     assert all(torch.equal(theirs[name], tensor) for name, tensor in mine.items())
     assert {name.split(".")[0] for name in set(theirs) - set(mine)} == {"corrector", "confidence"}
     assert plain.config.corrector is None and grown.config.corrector == HEADS["vanilla"]
+    assert not grown.training and plain.train().grown(corrector=HEADS["vanilla"]).training
     again = grown.grown(confidence={"with_markov": True, "temperatures": [2.0]})
     assert torch.equal(again.confidence.proj.weight, grown.confidence.proj.weight)
     assert grown.to(torch.bfloat16).grown(num_assistant_tokens=2).dtype == torch.bfloat16

@@ -339,7 +339,7 @@ class Drafter(PreTrainedModel):
                 f"weights {', '.join(sorted(lost)[:5])}; only parts may be added to a trained drafter"
             )
         grown.load_state_dict(state, strict=False)
-        return grown
+        return grown.train(self.training)
 
     def start_from(self, view: TargetView, batches: Iterable[TrainingBatch]) -> None:
         """Set what a few batches, with features and last_hidden, determine in closed form, before any training step."""

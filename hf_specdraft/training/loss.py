@@ -218,6 +218,8 @@ class _Term:
                 raise ValueError(f"term {name} has no options; those of a part stand in the drafter's config")
             self.reads_teacher = PART_TERMS[name]
             return
+        if name in PART_TERMS:
+            raise ValueError(f"base_ stands before objectives, and {name} is a term of a part; write {name}")
         self.mean_clip = options.pop("mean_clip", None)
         if self.mean_clip is not None:
             if "clip" in options:
