@@ -89,6 +89,7 @@ class MarkovHead(Corrector):
             code = self.gate_proj(torch.cat((hidden, code), -1)).sigmoid() * code
         elif self.kind == "rnn":
             gate, candidate, output = self.joint_proj(torch.cat((carry, code, hidden), -1)).chunk(3, -1)
-            carry = torch.lerp(candidate.tanh(), carry, gate.sigmoid())
+            gate = gate.sigmoid()
+            carry = gate * carry + (1 - gate) * candidate.tanh()  # not lerp, which takes one dtype, unlike autocast
             code = output.tanh()
         return code, carry
