@@ -118,16 +118,6 @@ class AcceptanceHead(Part):
             getattr(self.out, name).copy_(state[f"model.{self.num_layers}.{name}"])
 
 
-def build(options: dict[str, Any] | None, hidden_size: int) -> AcceptanceHead | None:
-    """The head that a config's `acceptance_head` asks for. Raises ValueError for options it does not have."""
-    if options is None:
-        return None
-    unknown = sorted(set(options) - {"num_layers", "reject_weight"})
-    if unknown:
-        raise ValueError(f"acceptance_head has no option {', '.join(unknown)}; it has num_layers, reject_weight")
-    return AcceptanceHead(hidden_size, **options)
-
-
 def load_published(name_or_path: str | Path, **hub: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """A published head, such as hacky/acchead-llama2-chat-7bx70b: the config's `acceptance_head`, and the tensors for
     `AcceptanceHead.take_published`. hub: revision, token, ... Raises OSError when it is not there."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -91,15 +90,6 @@ class ConfidenceHead(Part):
             return confidence_bce(logits.to(chance.dtype), chance).where(labels >= 0, 0)
 
         scored.terms["confidence"] = term
-
-
-def build(config: HeadConfig, options: dict, corrector: Corrector | None) -> ConfidenceHead:
-    """The head that `options` describe. Raises ValueError for unknown ones."""
-    accepted = list(inspect.signature(ConfidenceHead.__init__).parameters)[3:]
-    unknown = sorted(set(options) - set(accepted))
-    if unknown:
-        raise ValueError(f"confidence has no option {', '.join(unknown)}; it has {', '.join(accepted)}")
-    return ConfidenceHead(config, corrector, **options)
 
 
 def factors(draft: Draft) -> Tensor:

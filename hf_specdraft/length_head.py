@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -87,12 +86,3 @@ def verified_length(share: Tensor, size: int, rate: float = 1.0, shortest: int =
     """[...] shares of a block of `size`, times `rate` -> tokens to verify, anchor included, from `shortest` to all;
     halves go to the even neighbour."""
     return (share * size * rate).round().clamp(shortest, size).long()
-
-
-def build(config: HeadConfig, options: dict[str, Any]) -> LengthHead:
-    """The head that `options` describe. Raises ValueError for unknown ones."""
-    accepted = list(inspect.signature(LengthHead.__init__).parameters)[2:]
-    unknown = sorted(set(options) - set(accepted))
-    if unknown:
-        raise ValueError(f"length_head has no option {', '.join(unknown)}; it has {', '.join(accepted)}")
-    return LengthHead(config, **options)

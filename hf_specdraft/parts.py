@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -28,6 +30,27 @@ class Part(nn.Module):
     def init_weights(self) -> None:
         """Set the weights that do not start as their modules do; by `transformers.initialization` alone, which leaves
         those that were loaded as they are. Called after the part's modules were initialised."""
+
+
+Kind = TypeVar("Kind", bound=Part)
+
+
+def build(what: str, kind: type[Kind], options: dict[str, Any] | None, *given: Any) -> Kind | None:
+    """The part of a class that a config's field asks for by its options, made of them behind what is `given`; None for
+    no options. what: how messages name the part. Raises ValueError for options that the class does not have.
+    """
+    if options is None:
+        return None
+    refuse_unknown(what, options, kind, len(given))
+    return kind(*given, **options)
+
+
+def refuse_unknown(what: str, options: dict[str, Any], made_by: Callable, given: int) -> None:
+    """Raise ValueError for options that `made_by` does not take behind its first `given` arguments."""
+    accepted = list(inspect.signature(made_by).parameters)[given:]
+    unknown = sorted(set(options) - set(accepted))
+    if unknown:
+        raise ValueError(f"{what} has no option {', '.join(unknown)}; it has {', '.join(accepted) or 'none'}")
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Whatever is found by looking: each corrector and each policy leaves the text alone and stands in its package's table."""
+"""What is found by looking: each corrector and each policy leaves the text alone, and stands in its package's table."""
 
 import pytest
 import torch

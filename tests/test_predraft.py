@@ -164,3 +164,8 @@ def test_a_drafter_grows_the_part_and_keeps_its_drafts(tmp_path):
     loaded = AutoDrafter.from_pretrained(tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(loaded.state_dict().values(), grown.state_dict().values()))
     assert plain.start(TargetView(tiny_llama()), 1).outlook() is None
+
+
+def test_unknown_options_are_refused():
+    with pytest.raises(ValueError, match="predraft has no option width; it has hidden"):
+        BlockDrafter(BlockConfig.tiny(predraft={"width": 8}))

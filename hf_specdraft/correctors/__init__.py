@@ -17,6 +17,7 @@ import inspect
 import pkgutil
 from functools import cache
 
+from .. import parts
 from .base import Corrector, Memory, Scores, State
 
 __all__ = ["Corrector", "Memory", "Scores", "State", "build", "known"]
@@ -39,8 +40,4 @@ def build(config, options: dict) -> Corrector:
     name = options.pop("name", None)
     if name not in known():
         raise ValueError(f"corrector.name must be one of {', '.join(sorted(known()))}, got {name!r}")
-    accepted = list(inspect.signature(known()[name].__init__).parameters)[2:]
-    unknown = sorted(set(options) - set(accepted))
-    if unknown:
-        raise ValueError(f"corrector {name} has no option {', '.join(unknown)}; it has {', '.join(accepted) or 'none'}")
-    return known()[name](config, **options)
+    return parts.build(f"corrector {name}", known()[name], options, config)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-from ... import acceptance
+from ...acceptance import AcceptanceHead, Mixture
 from ...cache import RowCache, can_realign, record_past
 from ...draft import Commit, Context, Draft, Law, Partial
-from ...parts import Scored
+from ...parts import Scored, build
 from ...training.anchors import choose_anchors, following
 from ...training.features import TargetLaw
 from ...training.records import TrainingBatch, Unrolled
@@ -64,7 +64,7 @@ class AssistantDrafter(Drafter):
     def _take(self, model: PreTrainedModel) -> None:
         self.model = model
         width = model.config.get_text_config(decoder=True).hidden_size
-        self.acceptance_head = acceptance.build(self.config.acceptance_head, width)
+        self.acceptance_head = build("acceptance_head", AcceptanceHead, self.config.acceptance_head, width)
 
     def init_weights(self) -> None:
         """Nothing: the model was initialised and tied when it was made, and a loaded one must stay as it is."""
@@ -135,7 +135,7 @@ class AssistantDrafter(Drafter):
             written = torch.zeros_like(mask, dtype=torch.bool)
             written[known] = batch.loss_mask[real]
             context = self._mixture(view, ids, mask, states, written, mix, generator)
-            context = acceptance.Mixture(context.tokens[place], context.judged[place], context.states[place])
+            context = Mixture(context.tokens[place], context.judged[place], context.states[place])
         starts = choose_anchors(batch, anchors, generator).flatten().nonzero().flatten()
         slots = self.config.num_assistant_tokens if slots is None else slots
         labels, before, valid = following(batch, starts, slots)
@@ -146,7 +146,7 @@ class AssistantDrafter(Drafter):
         return self.model.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
 
     @torch.no_grad()
-    def _mixture(self, view, ids, mask, states, written, mix, generator) -> acceptance.Mixture:
+    def _mixture(self, view, ids, mask, states, written, mix, generator) -> Mixture:
         """Of documents [D, W]: `written` tokens are replaced by the assistant's own draws, but for a share `mix`."""
         drawn = ids.clone()
         for row, state in zip(drawn, states):  # one document's logits at a time
@@ -154,7 +154,7 @@ class AssistantDrafter(Drafter):
             row[1:] = torch.multinomial(law, 1, generator=generator)[:, 0].to(row.device)
         judged = written & (torch.rand(ids.shape, generator=generator).to(ids.device) >= mix)
         judged[:, 0] = False
-        return acceptance.Mixture(drawn, judged, self._states(drawn.where(judged, ids), mask))
+        return Mixture(drawn, judged, self._states(drawn.where(judged, ids), mask))
 
     def score(self, view: TargetView, unrolled: Unrolled) -> Scored:
         scored = super().score(view, unrolled)

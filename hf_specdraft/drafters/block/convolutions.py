@@ -7,7 +7,6 @@ paper; NVIDIA Model-Optimizer's and z-lab's modules); the prefix-attention draft
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 
 import torch
@@ -68,12 +67,3 @@ class BlockConvolution(Part):
             earlier = F.pad(blocks, (0, 0, tap, 0))[:, :, : self.block_size]
             out = out + kernel[..., tap, :] * earlier
         return out.flatten(1, 2)
-
-
-def build(config: BlockConfig) -> BlockConvolution:
-    """The convolution around one sublayer, as `config.convolution` says. Raises ValueError for unknown options."""
-    accepted = list(inspect.signature(BlockConvolution.__init__).parameters)[2:]
-    unknown = sorted(set(config.convolution) - set(accepted))
-    if unknown:
-        raise ValueError(f"convolution has no option {', '.join(unknown)}; it has {', '.join(accepted)}")
-    return BlockConvolution(config, **config.convolution)

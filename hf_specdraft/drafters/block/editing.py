@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from transformers import initialization
 
 from ...draft import Block, Context
-from ...parts import Part
+from ...parts import Part, refuse_unknown
 from ...verification import argmax
 
 if TYPE_CHECKING:
@@ -85,12 +85,10 @@ class CavityGate:
     def of(cls, options: str | dict, slots: int) -> CavityGate:
         """The gate that a config names: "cavity", or {"name": "cavity", and its options}. Raises ValueError."""
         options = {"name": options} if isinstance(options, str) else dict(options)
-        name, known = options.pop("name", None), [field.name for field in fields(cls)]
+        name = options.pop("name", None)
         if name != "cavity":
             raise ValueError(f"edit_gate must be cavity, or null for none, got {name!r}")
-        unknown = sorted(set(options) - set(known))
-        if unknown:
-            raise ValueError(f"edit_gate cavity has no option {', '.join(unknown)}; it has {', '.join(known)}")
+        refuse_unknown("edit_gate cavity", options, cls, 0)
         gate = cls(**options)
         if not 0 < gate.rate <= 1:
             raise ValueError(f"edit_gate.rate is the share of replaced tokens, above 0 and up to 1, got {gate.rate}")

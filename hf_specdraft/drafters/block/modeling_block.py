@@ -12,15 +12,18 @@ from torch.nn import functional as F
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding, rotate_half
 from transformers.utils import ModelOutput
 
-from ... import confidence, correctors, length_head
+from ... import correctors
+from ...confidence import ConfidenceHead
 from ...heads import HeadConfig, HeadedDrafter
-from ...parts import Scored
+from ...length_head import LengthHead
+from ...parts import Scored, build
 from ...training.records import TrainingBatch, Unrolled
 from .. import register
 from ..base import TargetView
-from . import convolutions, dialects, exports
+from . import dialects, exports
 from .configuration_block import BlockConfig
 from .context_cache import ContextCache
+from .convolutions import BlockConvolution
 from .editing import EditEmbedding
 from .predraft import PreDraft
 from .session_block import BlockSession
@@ -86,9 +89,8 @@ class BlockLayer(nn.Module):
         self.mlp = Qwen3MLP(config)
         self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        convolved = config.convolution is not None
-        self.attention_conv = convolutions.build(config) if convolved else None
-        self.mlp_conv = convolutions.build(config) if convolved else None
+        self.attention_conv = build("convolution", BlockConvolution, config.convolution, config)
+        self.mlp_conv = build("convolution", BlockConvolution, config.convolution, config)
 
     def forward(self, x: Tensor, rope, mask: Mask, known: Callable, context: Tensor | None, context_rope) -> Tensor:
         """known: new context's keys and values, or None -> those of all context. The new ones are made in here, because
@@ -171,10 +173,9 @@ class BlockDrafter(HeadedDrafter):
         self.add_head()
         if config.corrector is not None:
             self.corrector = correctors.build(config, config.corrector)
-        self.length_head = None if config.length_head is None else length_head.build(config, config.length_head)
-        if config.confidence is not None:
-            self.confidence = confidence.build(config, config.confidence, self.corrector)
-        self.predraft = None if config.predraft is None else PreDraft(config, **config.predraft)
+        self.length_head = build("length_head", LengthHead, config.length_head, config)
+        self.confidence = build("confidence", ConfidenceHead, config.confidence, config, self.corrector)
+        self.predraft = build("predraft", PreDraft, config.predraft, config)
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module | None:

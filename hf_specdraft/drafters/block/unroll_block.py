@@ -7,7 +7,6 @@ found by looking. Each has `unroll(reading, generator, **options) -> Unrolled`, 
 from __future__ import annotations
 
 import importlib
-import inspect
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import flex_attention as flex
 
+from ...parts import refuse_unknown
 from ...training.anchors import choose_anchors, following
 from ...training.records import FusedContext, TrainingBatch, Unrolled
 from ..base import TargetView
@@ -84,12 +84,7 @@ def resolve_mode(mode: str | dict[str, Any]) -> tuple[Callable[..., Unrolled], d
         raise ValueError(f"unroll.mode must be one of {', '.join(sorted(known))}, got {name!r}")
     module = None if name == "plain" else importlib.import_module(f"{__package__}.unroll_{name}")
     unroll = unroll_plain if module is None else module.unroll
-    accepted = list(inspect.signature(unroll).parameters)[2:]
-    unknown = sorted(set(options) - set(accepted))
-    if unknown:
-        raise ValueError(
-            f"unroll.mode {name} has no option {', '.join(unknown)}; it has {', '.join(accepted) or 'none'}"
-        )
+    refuse_unknown(f"unroll.mode {name}", options, unroll, 2)
     getattr(module, "check", lambda **given: None)(**options)
     return unroll, options
 

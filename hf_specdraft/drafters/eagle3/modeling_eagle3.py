@@ -12,8 +12,9 @@ from torch.nn import functional as F
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 from transformers.utils import ModelOutput
 
-from ... import acceptance
+from ...acceptance import AcceptanceHead
 from ...heads import HeadedDrafter
+from ...parts import build
 from .. import register
 from ..base import TargetView
 from ..block.modeling_block import BlockRotaryEmbedding, refuse_unlike_target, rotate
@@ -123,7 +124,7 @@ class Eagle3Drafter(HeadedDrafter):
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = BlockRotaryEmbedding(config)
         self.add_head()
-        self.acceptance_head = acceptance.build(config.acceptance_head, config.hidden_size)
+        self.acceptance_head = build("acceptance_head", AcceptanceHead, config.acceptance_head, config.hidden_size)
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module | None:
