@@ -6,7 +6,7 @@ from conftest import tiny_llama
 from test_predraft import text
 
 from hf_specdraft.draft import Commit, Context, Features
-from hf_specdraft.drafters import TargetView
+from hf_specdraft.drafters import AutoDrafter, TargetView
 from hf_specdraft.drafters.block import BlockConfig, BlockDrafter
 
 
@@ -64,9 +64,23 @@ def test_sizes_are_refused(sizes):
         drafter(short_blocks=sizes)
 
 
+def test_options_of_loading_are_checked_like_those_of_a_config(tmp_path):
+    drafter(short_blocks=None).save_pretrained(tmp_path)
+    assert AutoDrafter.from_pretrained(tmp_path, short_blocks=[4, 3]).config.short_blocks == [3, 4]
+    for options, words in (
+        ({"short_blocks": [6]}, "short_blocks must lie between"),
+        ({"policy": "sviip"}, "policy must be one of"),
+        ({"edit_passes": -1}, "edit_passes must be 0 or more"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            AutoDrafter.from_pretrained(tmp_path, **options)
+
+
 def test_parts_that_need_whole_blocks_are_refused():
     with pytest.raises(ValueError, match="short_blocks cannot be had with edit_passes"):
         drafter(edit_passes=1)
+    with pytest.raises(ValueError, match="with convolution"):
+        drafter(convolution={})
     with pytest.raises(ValueError, match="set drafter.short_blocks"):
         model, one = tiny_llama(), drafter(short_blocks=None)
         batch = text(model)

@@ -155,6 +155,14 @@ class DrafterConfig(PreTrainedConfig):
         if self.verification not in ("block", "token"):
             raise ValueError(f"verification must be 'block' or 'token', got {self.verification!r}")
 
+    @classmethod
+    def from_dict(cls, config_dict: dict, **kwargs) -> DrafterConfig:
+        """As PreTrainedConfig.from_dict, but fields among `kwargs`, which are options of from_pretrained, are checked
+        like all others: upstream sets them on the finished config. Parts' configs are left to it, which merges them."""
+        own = set(cls.__dataclass_fields__) - set(PreTrainedConfig.__dataclass_fields__)
+        fields = {name: kwargs.pop(name) for name in list(kwargs) if name in own and not name.endswith("_config")}
+        return super().from_dict({**config_dict, **fields}, **kwargs)
+
     def to_dict(self) -> dict:
         """As PreTrainedConfig.to_dict. A saved folder also names AutoModel among its architectures: pipelines look for
         the class of an assistant in transformers itself, and AutoModel is the one there that knows ours. And it names

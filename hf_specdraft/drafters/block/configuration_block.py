@@ -135,7 +135,7 @@ class BlockConfig(HeadConfig):
         )
         whole = [
             name
-            for name in ("edit_passes", "carryover", "slot_embed", "length_head")
+            for name in ("edit_passes", "carryover", "slot_embed", "length_head", "convolution")
             if getattr(self, name) not in (None, False, 0)
         ]
         whole += ["max_stages"] if self.max_stages > 1 else []
