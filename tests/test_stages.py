@@ -426,6 +426,16 @@ def test_loss_of_the_last_stage_reaches_its_own_parts(view):
     assert make_drafter(max_stages=2).eval().unroll(view, batch, anchors=None).drafts is None
 
 
+def test_only_the_draft_of_a_round_tells_what_drafts_are_worth(view):
+    drafter, batch = looping(predraft={}).train(), pack([[SHORT, LONG], [OTHER]])
+    for seed in range(9):
+        unrolled = drafter.unroll(view, batch, anchors=None, generator=torch.Generator().manual_seed(seed))
+        if unrolled.drafts is not None:
+            break
+    value = drafter.score(view, unrolled).terms["survival"](None, unrolled.labels, unrolled.mask)
+    assert value[unrolled.drafts].any() and not value[~unrolled.drafts].any()
+
+
 def sums(generator):
     """Texts whose every token is the sum of the two before it, modulo 5, and features that tell each column's own."""
     ids = torch.randint(5, (16, 16), generator=generator)

@@ -59,7 +59,9 @@ class PreDraft(Part):
         def term(teacher: Tensor | None, labels: Tensor, mask: Tensor) -> Tensor:
             accepted = ((chosen == labels) & mask).long().cumprod(1).sum(1)
             recent = lately(accepted, position, start)
-            return survival_loss(self(fused, recent, position), accepted, mask.sum(1))
+            value = survival_loss(self(fused, recent, position), accepted, mask.sum(1))
+            # Other ways to train an anchor (later stages, edits of the text's own tokens) are no draft of a round.
+            return value if unrolled.drafts is None else value.where(unrolled.drafts[:, None], 0)
 
         scored.terms["survival"] = term
 
