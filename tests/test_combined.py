@@ -242,6 +242,14 @@ def test_a_part_without_ratings_is_rated_by_what_came():
     assert draft.confidence.tolist()[0] == pytest.approx([1.0, 1.0], abs=0.1)
 
 
+def test_an_assistant_keeps_its_own_threshold():
+    for threshold, length in ((0.0, 4), (0.99, 1)):
+        network = AssistantDrafter(AssistantConfig.tiny(confidence_threshold=threshold)).eval()
+        part = Source(network.start(view(), 1), network.config)
+        part.session.observe(Commit([[5, 9, 2]]))
+        assert int(part.propose(context([2], [2], [4]), [True]).valid.sum()) == length
+
+
 def test_a_poor_network_is_tried_again():
     source = Source(None, NgramConfig.tiny())
     source.drafts = 20.0

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...draft import Commit, Context, Draft
+from ...policies import Threshold
 from ...trees import merge, prune
 from ..base import DrafterConfig, Session, TargetView
 
@@ -30,6 +31,8 @@ class Source:
 
     def __init__(self, session: Session, config: DrafterConfig):
         self.session, self.config = session, config
+        threshold = getattr(config, "confidence_threshold", 0.0)  # the loop knows that of the whole drafter only
+        self.threshold = Threshold(threshold) if threshold else None
         self.hits = self.claims = self.offers = self.drafts = 0.0
         # Of the draft that waits for its verdict: parents, tokens and claims of the nodes, by row.
         self.waiting: list[tuple[list[int], list[int], list[float]]] = []
@@ -50,7 +53,11 @@ class Source:
         lengths = [min(n, self.config.num_assistant_tokens) * ask for n, ask in zip(context.lengths, asked)]
         nodes = min(context.nodes, self.config.tree_nodes) if context.tree and self.config.tree_nodes else max(lengths)
         # Not sampling: see CombinedDrafter.
-        draft = self.session.propose(replace(context, lengths=lengths, nodes=nodes, do_sample=False))
+        context = replace(context, lengths=lengths, nodes=nodes, do_sample=False)
+        if self.threshold is not None:
+            more = context.more
+            context.more = lambda partial: [a and b for a, b in zip(more(partial), self.threshold.more(partial))]
+        draft = self.session.propose(context)
         given = None if draft.confidence is None else draft.confidence.nan_to_num(0).tolist()
         parents, tokens, valid = draft.parents.tolist(), draft.tokens.tolist(), draft.valid.tolist()
         self.waiting, ratings, trust = [], [], self.trust
