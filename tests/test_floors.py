@@ -22,6 +22,7 @@ from hf_specdraft.drafters.assistant import AssistantDrafter
 from hf_specdraft.drafters.block import BlockConfig, BlockDrafter
 from hf_specdraft.drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from hf_specdraft.evaluation import floors, rollouts
+from hf_specdraft.evaluation.rollouts import Laws
 from hf_specdraft.training.data import load, prepare
 from hf_specdraft.verification import walk
 
@@ -35,8 +36,8 @@ def cells(name: str, order: int):
     for slot in range(order, 4):
         members = probs[:, slot] if order == 0 else probs[slot - 1]
         log_probs = GOLDEN[f"{name}.m1.predecessor_prob"][slot - 1].log() if order else members.new_zeros(len(members))
-        cut, dropped = floors.truncated(members, int(GOLDEN[f"{name}.top_k"]))
-        yield slot, cut, dropped, floors.importance(log_probs), members
+        cut = Laws.of(members.double().log(), int(GOLDEN[f"{name}.top_k"]))
+        yield slot, cut.dense(), cut.residual, floors.importance(log_probs), members
 
 
 @pytest.mark.parametrize("order", [0, 1])

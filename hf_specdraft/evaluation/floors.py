@@ -22,13 +22,6 @@ def total_variation(p: Tensor, q: Tensor) -> Tensor:
     return (p - q).clamp(min=0).sum(-1)
 
 
-def truncated(probs: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """[..., V] laws cut to their `top_k` best tokens and renormalised, and the mass [...] that this drops."""
-    best = probs.topk(min(top_k, probs.shape[-1]), dim=-1)
-    kept = best.values.sum(-1, keepdim=True)
-    return torch.zeros_like(probs).scatter(-1, best.indices, best.values / kept), 1 - kept[..., 0]
-
-
 def barycentre(probs: Tensor, weights: Tensor) -> Tensor:
     """[V] law of the least weighted mean TV to the members.
 

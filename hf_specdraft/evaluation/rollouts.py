@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..cache import record_past, refuse_uncuttable
-from ..drafters.base import Drafter, TargetView
+from ..drafters.base import Drafter, TargetView, end_ids
 from ..training.anchors import choose_anchors
 from ..training.data import collate, load
 from ..training.features import LiveFeatures
@@ -201,11 +201,9 @@ def measure(
     """
     if rollouts < 2 or slots < 1 or top_k < 2:
         raise ValueError(f"expected rollouts and top_k from 2, slots from 1; got {rollouts}, {top_k}, {slots}")
-    ends = target.generation_config.eos_token_id
-    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
     proposals, cells, distances, factors = None, [], [], []
     for context in contexts:
-        rolled = roll_out(target, context, rollouts, slots, top_k, ends)
+        rolled = roll_out(target, context, rollouts, slots, top_k, end_ids(target))
         cells.append([[_cell(rolled, slot, order) for order in (0, 1)] for slot in range(slots)])
         if drafter is not None:
             proposals = proposals or Proposals(drafter, target, context, rolled.tokens[-1])

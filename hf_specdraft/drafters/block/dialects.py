@@ -48,7 +48,6 @@ def read(name_or_path, config: dict, fields: dict, hub: dict) -> tuple[dict, dic
     """
     config, parts = dialects_lattice.split(config)
     config, head = dialects_length.split(config)
-    _refuse_relatives(config)
     keys = Keys(config)
     dialect = {"z-lab": _zlab, "transformers": _transformers, "deepspec": _deepspec, "speculators": _speculators}
     state = read_tensors(name_or_path, **{key: hub[key] for key in HUB_KEYS if key in hub})
@@ -69,20 +68,6 @@ def read(name_or_path, config: dict, fields: dict, hub: dict) -> tuple[dict, dic
             "predicts the token after the anchor (shift_label true), anchor_drafts=False if slot 1 does"
         )
     return values, state
-
-
-def _refuse_relatives(config: dict) -> None:
-    nested = config.get("dflash_config") or {}
-    flat = {**nested, **config}
-    architecture = (config.get("architectures") or [""])[0]
-    name = None
-    if architecture == "DFlash2DraftModel" or flat.get("projector_type") == "dflash2":
-        name = "DFlash 2: block convolutions and a candidate selector"
-    if name:
-        raise ValueError(
-            f"the checkpoint is {name}, which this version does not read; as plain DFlash it would draft worse than it "
-            "was trained to, so use a DFlash checkpoint"
-        )
 
 
 def _dspark(keys: Keys, state: dict) -> dict:

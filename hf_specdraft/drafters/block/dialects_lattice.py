@@ -26,12 +26,12 @@ def split(config: dict) -> tuple[dict, dict]:
     nested = dict(config.get("dflash_config") or {})
     architecture = ARCHITECTURES.get((config.get("architectures") or [""])[0])
     kind = nested.get("projector_type") or config.get("projector_type") or architecture
-    if kind not in NAMES:
-        return config, {}
     if architecture not in (None, kind):
         raise ValueError(
             f"the checkpoint is a {NAMES[architecture]} by its architecture but projector_type is {kind!r}"
         )
+    if kind not in NAMES:
+        return config, {}
 
     def take(key: str):
         if nested.get(key) is None:
