@@ -46,7 +46,7 @@ class TableDrafter(Drafter):
     def draft_token_ids(self):
         return None if self.config.draft_ids is None else torch.tensor(self.config.draft_ids)
 
-    def unroll(self, view, batch, anchors=None, own_loss=0.0):
+    def unroll(self, view, batch, anchors=None):
         """At every supervised column, or at those given."""
         length = batch.input_ids.shape[1]
         if anchors is None:
@@ -58,10 +58,9 @@ class TableDrafter(Drafter):
         same = (documents[columns] == documents[anchors][:, None]) & (columns // length == anchors[:, None] // length)
         mask = (inside & same & batch.loss_mask.flatten()[columns]).cumprod(1).bool()
         ids = batch.input_ids.flatten()
-        losses = {"own": own_loss * self.table.weight.square().mean()} if own_loss else {}
         # What does not count may be anything.
         labels, rows = ids[columns].where(mask, -100), (columns - 1).where(mask, -1)
-        return Unrolled(self.states(ids[anchors]), labels, rows, mask, anchors, losses=losses)
+        return Unrolled(self.states(ids[anchors]), labels, rows, mask, anchors)
 
     def start(self, view, batch):
         return TableSession(self, view)
@@ -189,11 +188,11 @@ def test_four_micro_batches_make_the_step_of_one_batch(view, weighting, normalis
     drafter, batch = make_drafter(), make_batch()
     loss = DraftLoss({"ce": 0.5, "reverse_kl": {"weight": 0.5, "clip": 10.0}}, weighting, normalise)
     weights = list(drafter.parameters())
-    whole = loss(drafter, view, batch, law, own_loss=0.1)
+    whole = loss(drafter, view, batch, law)
     wanted = torch.autograd.grad(whole["loss"], weights)
 
     anchors = batch.loss_mask.flatten().nonzero().flatten()
-    parts = [dict(anchors=part, own_loss=0.1) for part in anchors.split([9, 5, 1, len(anchors) - 15])]
+    parts = [dict(anchors=part) for part in anchors.split([9, 5, 1, len(anchors) - 15])]
     # Not known beforehand: gradients of numerators, divided at the end.
     outs = [loss(drafter, view, batch, law, denominator=1, **part) for part in parts]
     total = sum(out["denominator"] for out in outs)

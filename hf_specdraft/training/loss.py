@@ -93,7 +93,7 @@ class DraftLoss:
 
         Returns tensors, and waits for no device:
             loss: scalar, numerator / denominator. numerator, denominator: scalars without gradient, to add up.
-            terms: by objective, and by the drafter's own losses, the part of the loss before its weight.
+            terms: by name, the part of the loss before its weight.
             slot_correct, slot_count: [S] slots whose best token is the teacher's best (the text's where no law is
                 computed), and slots that count. A token outside the drafter's vocabulary is never drafted correctly.
             matches: [A, S] bool, slots that count and whose best token is the text's, for `simulation.simulate`.
@@ -133,18 +133,13 @@ class DraftLoss:
 
         own = {"weights": sum(weights, torch.zeros((), device=hidden.device)), "count": count}
         own = own.get(self.normalise, mask[:, 0].sum()).float().clamp(min=torch.finfo(torch.float32).tiny)
-        # The drafter's own losses are means already; weighted by the denominator they average like all others.
-        numerator = numerator + own * sum(unrolled.losses.values())
         matches = (torch.cat(matches) if matches else mask)[drafts]
         mask = mask[drafts]
         metrics = {
             "loss": numerator / (own if denominator is None else denominator),
             "numerator": numerator.detach(),
             "denominator": own,
-            "terms": {
-                **{name: sum(t[i] for t in terms) / own for i, name in enumerate(self.terms)},
-                **{name: value.detach() for name, value in unrolled.losses.items()},
-            },
+            "terms": {name: sum(t[i] for t in terms) / own for i, name in enumerate(self.terms)},
             "slot_correct": sum(correct, torch.zeros(mask.shape[1], device=hidden.device)),
             "slot_count": mask.sum(0),
             "matches": matches,

@@ -6,7 +6,7 @@ B rows, L columns, A anchors, S slots (the tokens one draft has), H the drafter'
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -71,7 +71,6 @@ class Unrolled:
     drafts: [A] bool, the anchors that metrics are about, None for all: those that are drafted as in decoding. A family
         that trains an anchor several ways has it several times.
     blocks: [A, B', H] states of all slots of each anchor's block, the anchor's own included, where a part reads them.
-    losses: further scalar losses of the drafter's own parts, by name, already weighted.
     """
 
     hidden: Tensor
@@ -84,7 +83,6 @@ class Unrolled:
     weight: Tensor | None = None
     drafts: Tensor | None = None
     blocks: Tensor | None = None
-    losses: dict[str, Tensor] = field(default_factory=dict)
 
     def at(self, part: slice) -> Unrolled:
         """Some of the anchors."""
