@@ -409,7 +409,9 @@ def law_drafter(corrector):
 
 
 # The walk is the same for all lattices.
-@pytest.mark.parametrize("name", ["selector", *(pytest.param(x, marks=pytest.mark.slow) for x in ("lilicorr", "sweeps"))])
+@pytest.mark.parametrize(
+    "name", ["selector", *(pytest.param(x, marks=pytest.mark.slow) for x in ("lilicorr", "sweeps"))]
+)
 def test_sampled_walks_keep_the_targets_law(name):
     assert_fits(law_drafter(LAWS[name]), "temperature" if name == "sweeps" else "all_warpers")
 
