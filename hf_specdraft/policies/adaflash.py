@@ -7,10 +7,10 @@ import torch
 from ..draft import Draft
 from ..length_head import verified_length
 from ..trees import prune
-from .base import Policy, Situation
+from .base import AsAsked, Situation
 
 
-class AdaFlash(Policy):
+class AdaFlash(AsAsked):
     """Verifies of each block as many tokens as the drafter's length head finds worth while: round(share * size * rate),
     anchor included, from `shortest` to all. Drafting is whole: a parallel drafter saves nothing there.
 
@@ -41,7 +41,8 @@ class AdaFlash(Policy):
             )
         if situation.nodes:
             raise ValueError(f"policy {self.name} cuts chains; set tree_nodes to 0, or choose another policy")
-        self.inner, self.rate, self.shortest = situation.inner, rate, shortest
+        super().__init__(situation)
+        self.rate, self.shortest = rate, shortest
         self.smoothing, self.explore = smoothing, explore
         self.size = situation.drafter.config.num_drafts + 1
         self.generator = torch.Generator().manual_seed(seed)
@@ -75,6 +76,3 @@ class AdaFlash(Policy):
             lengths = [self.size if w else n for n, w in zip(lengths, whole.tolist())]
         keep = torch.arange(1, draft.shape[1] + 1) < torch.tensor(lengths)[:, None]
         return prune(draft, keep, looked_at_token=False) if (draft.valid & ~keep).any() else draft
-
-    def observe(self, rows: list[int], offered: list[int], committed: list[list[int]]) -> None:
-        self.inner.observe(rows, offered, committed)

@@ -83,3 +83,16 @@ class Policy:
 
     def observe(self, rows: list[int], offered: list[int], committed: list[list[int]]) -> None:
         """Hear the offered depth and the committed tokens of each row."""
+
+
+class AsAsked(Policy):
+    """Drafts of the lengths that the caller asks for; what is verified of them is for subclasses to say."""
+
+    def __init__(self, situation: Situation):
+        self.inner = situation.inner
+
+    def before(self, rows: list[int], outlook=None) -> list[int]:
+        return self.inner.before(rows)
+
+    def observe(self, rows: list[int], offered: list[int], committed: list[list[int]]) -> None:
+        self.inner.observe(rows, offered, committed)

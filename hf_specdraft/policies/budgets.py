@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..draft import Draft
 from ..trees import prune
-from .base import Policy, Situation
+from .base import AsAsked, Situation
 from .costs import prices_of
 
 
@@ -81,7 +81,7 @@ class Growth:
         return best
 
 
-class Budgeted(Policy):
+class Budgeted(AsAsked):
     """Decides for all rows of a pass at once by measured prices.
 
     prices: a JSON file to read and keep the prices in, so that a seed gives one text in every process (`prices_of`).
@@ -90,7 +90,7 @@ class Budgeted(Policy):
     """
 
     def __init__(self, situation: Situation, prices: str | Path | None = None, packed: bool = False):
-        self.inner = situation.inner
+        super().__init__(situation)
         self.prices = replace(prices_of(situation, prices), packed=packed)
         self._columns, self._new = situation.columns, [1] * situation.batch
 
@@ -99,11 +99,8 @@ class Budgeted(Policy):
         """Columns of the target's cache before the pass."""
         return self._columns + max(self._new) - 1
 
-    def before(self, rows: list[int], outlook=None) -> list[int]:
-        return self.inner.before(rows)
-
     def observe(self, rows: list[int], offered: list[int], committed: list[list[int]]) -> None:
-        self.inner.observe(rows, offered, committed)
+        super().observe(rows, offered, committed)
         for row, tokens in zip(rows, committed):
             self._new[row] += len(tokens)
 

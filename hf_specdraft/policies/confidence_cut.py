@@ -15,19 +15,10 @@ from torch.nn import functional as F
 from ..confidence import factors
 from ..draft import Draft
 from ..trees import prune
-from .base import Policy, Situation
+from .base import AsAsked, Situation
 
 
-class _Cut(Policy):
-    def __init__(self, situation: Situation):
-        self.inner = situation.inner
-
-    def before(self, rows: list[int], outlook=None) -> list[int]:
-        return self.inner.before(rows)
-
-    def observe(self, rows: list[int], offered: list[int], committed: list[list[int]]) -> None:
-        self.inner.observe(rows, offered, committed)
-
+class _Cut(AsAsked):
     def kept(self, draft: Draft) -> Tensor:
         """[B, N] bool on the CPU, a prefix of each row."""
         raise NotImplementedError

@@ -23,10 +23,10 @@ from torch.nn import functional as F
 
 from ..draft import Block, Draft, Partial
 from ..trees import prune
-from .base import Policy, Situation
+from .base import AsAsked, Situation
 
 
-class StopRule(Policy):
+class StopRule(AsAsked):
     """Drafts of the lengths the caller asks for, stopped where `unsure` says so.
 
     A drafter that asks after each token is stopped there. A chain that came at once, or block by block, is cut behind
@@ -34,16 +34,13 @@ class StopRule(Policy):
     """
 
     def __init__(self, situation: Situation):
-        self.inner = situation.inner
+        super().__init__(situation)
         self._asked = False
 
     def unsure(self, partial: Partial) -> Tensor:
         """[B] bool on the device of the logits: rows whose draft should end behind its latest token. Asked for steps 1,
         2, ... of every draft in turn; step 1 begins a new one."""
         raise NotImplementedError
-
-    def before(self, rows: list[int], outlook=None) -> list[int]:
-        return self.inner.before(rows)
 
     def more(self, partial: Partial) -> list[bool]:
         if partial.chances is not None:
@@ -65,9 +62,6 @@ class StopRule(Policy):
         kind = "pre" if draft.confidence_kind == "prior" else draft.confidence_kind
         draft = replace(draft, confidence_kind=kind)
         return prune(draft, keep, looked_at_token=False) if (draft.valid & ~keep).any() else draft
-
-    def observe(self, rows: list[int], offered: list[int], committed: list[list[int]]) -> None:
-        self.inner.observe(rows, offered, committed)
 
 
 def _at_slot(draft: Draft, block: Block, slot: int) -> Partial:
