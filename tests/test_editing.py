@@ -390,7 +390,7 @@ def learn(drafter, view, batches, steps: int, lr: float = 5e-3, **unroll) -> Non
     drafter.eval()
 
 
-@pytest.mark.parametrize("anchor_drafts", [False, True])
+@pytest.mark.parametrize("anchor_drafts", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_simulated_tau_is_that_of_decoding(anchor_drafts):
     target, prompt = make_target(), 4
     fields = dict(anchor_drafts=anchor_drafts, sliding_window=32, edit_passes=2, **BORROWS)
@@ -468,7 +468,7 @@ def toy_drafter(size: int, causal: bool = False) -> BlockDrafter:
     )
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("causal", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_only_an_editor_that_looks_ahead_mends_a_token_by_the_next(causal, view):
     """dedit.md, check 3."""
     drafter = toy_drafter(4, causal)
