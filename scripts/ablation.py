@@ -21,9 +21,16 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from hf_specdraft import evaluation
+from hf_specdraft import AutoDrafter, evaluation
+from hf_specdraft.confidence import calibrate
+from hf_specdraft.drafters.base import TargetView
 from hf_specdraft.evaluation import PLAIN, Record, interval
 from hf_specdraft.evaluation.benchmark import OVERALL, ratio
+from hf_specdraft.evaluation.edits import edit_statistics
+from hf_specdraft.policies import speckv
+from hf_specdraft.training.data import collate, load
+from hf_specdraft.training.features import LiveFeatures
+from hf_specdraft.training.records import TrainingBatch
 
 app = typer.Typer(add_completion=False, help=__doc__, rich_markup_mode=None)
 Config = Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Variants, methods and signs.")]
@@ -67,6 +74,43 @@ def _variant(plan: dict[str, Any], variant: dict[str, Any], out: Path) -> dict[s
 
 
 @app.command()
+def fit(
+    config: Config,
+    out: Out,
+    target: Annotated[str, typer.Option(help="The model to speed up.")],
+    prompts: Annotated[Path, typer.Option(exists=True, help="Training prompts, as JSON lines.")],
+    data: Annotated[str, typer.Option(help="The folder of answers, whose held-out texts edits are counted on.")],
+    count: Annotated[int, typer.Option(min=1, help="How many prompts are decoded.")] = 12,
+) -> None:
+    """Fit what reads decoded rounds (the confidence head's temperatures, SpecKV's controller), and count edits."""
+    model, tokenizer = evaluation.load_target(target, "float32", pack=True)
+    # Training prompts have no category and one turn.
+    lines = prompts.read_text(encoding="utf-8").splitlines()
+    texts = [json.loads(line)["prompt"] for line in lines[:: max(1, len(lines) // count)]][:count]
+    inputs = [evaluation.encode(tokenizer, text) for text in texts]
+    heads = AutoDrafter.from_pretrained(out / "heads")
+    print("temperatures", calibrate(model, heads, [i["input_ids"][0] for i in inputs], max_new_tokens=48))
+    heads.save_pretrained(out / "heads")
+    plain = AutoDrafter.from_pretrained(out / "plain")
+    records = speckv.collect(model, plain, inputs, (2, 4, 6), max_new_tokens=48, do_sample=False)
+    options = {"lengths": [1, 2, 4, 6], "controller": speckv.fit(records).to_dict()}
+    plain.config.policy = {"name": "speckv", **options}
+    plain.save_pretrained(out / "speckv")
+    _, held_out, _ = load(data)
+    counted = {}
+    for name in ("plain", "edit", "edit-all-draft"):
+        drafter = AutoDrafter.from_pretrained(out / name, edit_passes=1)
+        live = LiveFeatures(model, drafter.feature_layers)
+        batches = (live(TrainingBatch(**_row(held_out[i]))) for i in range(len(held_out)))
+        counted[name] = asdict(edit_statistics(drafter, TargetView(model), batches))
+    (out / "edits.json").write_text(json.dumps(counted, indent=1) + "\n", encoding="utf-8")
+
+
+def _row(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in collate([row], 0).items() if key != "index"}
+
+
+@app.command()
 def measure(
     config: Config,
     out: Out,
@@ -85,7 +129,9 @@ def measure(
     chosen = [p for file in prompts for p in evaluation.read_prompts(file, per_category)][index - 1 :: parts]
     methods = evaluation.baselines(0)
     for name, spec in plan["methods"].items():
-        drafter = evaluation.load_drafter(spec.format(out=out), plan.get("drafter_dtype", "float32"), pack=True)
+        drafter = evaluation.load_drafter(
+            spec.replace("OUT", str(out)), plan.get("drafter_dtype", "float32"), pack=True
+        )
         methods[name] = {"assistant_model": drafter}
     for heat in temperature:
         measured = evaluation.bench(model, tokenizer, chosen, methods, max_new_tokens, repeats, temperature=heat)
@@ -93,23 +139,24 @@ def measure(
             for record in measured:
                 lines.write(json.dumps(asdict(record)) + "\n")
                 lines.flush()
-    about = evaluation.provenance(
-        target=Path(target).name,
-        prompts={file.name: evaluation.sha256(file) for file in prompts},
-        per_category=per_category,
-        max_new_tokens=max_new_tokens,
-        repeats=repeats,
-        processes=parts,
-        methods=plan["methods"],
-    )
-    (out / "about.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+        about = evaluation.provenance(
+            target=Path(target).name,
+            prompts={file.name: evaluation.sha256(file) for file in prompts},
+            per_category=per_category,
+            max_new_tokens=max_new_tokens,
+            repeats=repeats,
+            temperature=heat,
+            processes=parts,
+            methods=plan["methods"],
+        )
+        (out / f"about-T{heat:g}.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
 
 
 @app.command()
 def report(config: Config, out: Out) -> None:
     """Tables and signs as Markdown, tau and speed as a plot, all records in one JSON."""
     plan = yaml.safe_load(config.read_text(encoding="utf-8"))
-    about = json.loads((out / "about.json").read_text(encoding="utf-8"))
+    about = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in sorted(out.glob("about-T*.json"))}
     found: dict[str, list[Record]] = {}
     for file in sorted(out.glob("records-T*.jsonl")):
         heat = file.name.split("-")[1].removeprefix("T")
