@@ -15,7 +15,11 @@ OVERRIDES = ["target=model", "data=answers", "trainer.output_dir=out"]
 @pytest.mark.parametrize("name", recipes.known())
 def test_a_recipe_reads_as_a_training_config_and_as_fields_of_a_drafter(name):
     recipe = recipes.get(name)
-    if recipe.train:
+    if recipe.train and "family" not in recipe.train["drafter"]:
+        with pytest.raises(ValueError, match="drafter needs either family .* or init_from"):
+            TrainConfig.read(name, OVERRIDES)  # for a drafter that is there
+        DraftLoss(**recipe.train["loss"])
+    elif recipe.train:
         config = TrainConfig.read(name, OVERRIDES)
         assert config.recipe == name and config.data == "answers"
         DraftLoss(**config.loss)
