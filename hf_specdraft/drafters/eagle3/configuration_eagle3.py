@@ -37,7 +37,7 @@ class Eagle3Config(HeadConfig):
     draft_sampling: when the request samples, draw chains from the drafter's warped law (and verify by it) instead of
         taking the argmax. Trees hold the likeliest tokens either way.
     acceptance_head: options of a head that rates tokens once they were read (`acceptance.AcceptanceHead`, for the
-        policy "specdecpp"), {} for none of them; None for no head. It takes a published one; `train` trains assistants'.
+        policy "specdecpp"), {} for none of them; None for no head. `train` makes assistants' alone.
     """
 
     model_type = "specdraft_eagle3"
