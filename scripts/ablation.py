@@ -120,6 +120,7 @@ def measure(
     max_new_tokens: Annotated[int, typer.Option(min=2)] = 64,
     repeats: Annotated[int, typer.Option(min=1)] = 2,
     temperature: Annotated[list[float], typer.Option(min=0)] = (0.0, 1.0),
+    only: Annotated[list[str] | None, typer.Option(help="Only these methods, beside plain generate.")] = None,
     part: Annotated[str, typer.Option(help="i/n: this process's share of the prompts.")] = "1/1",
 ) -> None:
     """Decode every prompt with every method."""
@@ -129,6 +130,8 @@ def measure(
     chosen = [p for file in prompts for p in evaluation.read_prompts(file, per_category)][index - 1 :: parts]
     methods = evaluation.baselines(0)
     for name, spec in plan["methods"].items():
+        if only and name not in only:
+            continue
         drafter = evaluation.load_drafter(
             spec.replace("OUT", str(out)), plan.get("drafter_dtype", "float32"), pack=True
         )
@@ -147,7 +150,7 @@ def measure(
             repeats=repeats,
             temperature=heat,
             processes=parts,
-            methods=plan["methods"],
+            methods={name: plan["methods"][name] for name in methods if name in plan["methods"]},
         )
         (out / f"about-T{heat:g}.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
 
@@ -171,7 +174,8 @@ def report(config: Config, out: Out) -> None:
     ]
     for sign in plan["signs"]:
         for heat, records in found.items():
-            lines.append(_sign(sign, heat, records))
+            if {sign["better"], sign["worse"]} <= {r.method for r in records}:
+                lines.append(_sign(sign, heat, records))
     (out / "ablation.md").write_text("\n".join(lines).strip() + "\n", encoding="utf-8")
     content = {"about": about, "records": {heat: [asdict(r) for r in records] for heat, records in found.items()}}
     (out / "ablation.json").write_text(json.dumps(content) + "\n", encoding="utf-8")
@@ -230,15 +234,14 @@ def _plot(found: dict[str, list[Record]], path: Path) -> None:
     figure, panels = pyplot.subplots(1, 2, figsize=(12, 1.5 + 0.28 * len(methods)), sharey=True, layout="constrained")
     for shift, (heat, records) in enumerate(found.items()):
         rows = {r.method: r for r in evaluation.summarise(records) if r.category == OVERALL}
-        places = [i + 0.2 * (2 * shift - len(found) + 1) for i in range(len(methods))]
-        taus = [rows[m].tau for m in methods]
-        spread = [
-            [abs(rows[m].tau - (rows[m].tau_interval or (rows[m].tau,) * 2)[side]) for m in methods] for side in (0, 1)
-        ]
-        panels[0].errorbar(
-            taus, places, xerr=spread, fmt="o", markersize=4, label="greedy" if heat == "0" else f"T={heat}"
-        )
-        speeds = [rows[m].decoding_to_plain for m in methods]
+        there = [m for m in methods if m in rows]
+        places = [methods.index(m) + 0.2 * (2 * shift - len(found) + 1) for m in there]
+        taus = [rows[m].tau for m in there]
+        limits = [rows[m].tau_interval or (rows[m].tau, rows[m].tau) for m in there]
+        spread = [[abs(tau - ends[side]) for tau, ends in zip(taus, limits)] for side in (0, 1)]
+        label = "greedy" if heat == "0" else f"T={heat}"
+        panels[0].errorbar(taus, places, xerr=spread, fmt="o", markersize=4, label=label)
+        speeds = [rows[m].decoding_to_plain for m in there]
         around = [[abs(s[0] - s[side]) for s in speeds] for side in (1, 2)]
         panels[1].errorbar([s[0] for s in speeds], places, xerr=around, fmt="o", markersize=4)
     panels[0].set_yticks(range(len(methods)), methods)
