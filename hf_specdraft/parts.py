@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
-from collections.abc import Callable
+import pkgutil
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -43,6 +45,16 @@ def build(what: str, kind: type[Kind], options: dict[str, Any] | None, *given: A
         return None
     refuse_unknown(what, options, kind, len(given))
     return kind(*given, **options)
+
+
+def named(package: str, path: Iterable[str], base: type) -> dict[str, type]:
+    """Every subclass of `base` in a package's modules, by its own class attribute `name`."""
+    found = {}
+    for module in pkgutil.iter_modules(path):
+        for _, member in inspect.getmembers(importlib.import_module(f"{package}.{module.name}"), inspect.isclass):
+            if issubclass(member, base) and member.__dict__.get("name"):
+                found[member.name] = member
+    return found
 
 
 def refuse_unknown(what: str, options: dict[str, Any], made_by: Callable, given: int) -> None:

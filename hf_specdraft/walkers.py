@@ -66,10 +66,12 @@ def chain(
         ids.append(scores.ids)
     law = None
     if drawn:
-        first = drafter.draft_ids if ids[0] is None else None
-        known = torch.stack(ids, 1) if ids[0] is not None else first
-        known = known.expand_as(torch.stack(probs, 1)) if first is not None else known
-        law = Law(torch.stack(probs, 1), known, torch.ones(len(lengths), dtype=torch.bool))
+        probs = torch.stack(probs, 1)
+        if ids[0] is not None:
+            known = torch.stack(ids, 1)
+        else:
+            known = None if drafter.draft_ids is None else drafter.draft_ids.expand_as(probs)
+        law = Law(probs, known, torch.ones(len(lengths), dtype=torch.bool))
     sure, kind = torch.stack(sure, 1), "pre"
     if head is not None:
         block, kind = replace(block, confidence=sure), head.kind

@@ -12,9 +12,6 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
-import pkgutil
 from functools import cache
 
 from .. import parts
@@ -26,12 +23,7 @@ __all__ = ["Corrector", "Memory", "Scores", "State", "build", "known"]
 @cache
 def known() -> dict[str, type[Corrector]]:
     """Every corrector by name: that of the class attribute `name`."""
-    found = {}
-    for module in pkgutil.iter_modules(__path__):
-        for _, member in inspect.getmembers(importlib.import_module(f"{__name__}.{module.name}"), inspect.isclass):
-            if issubclass(member, Corrector) and member.__dict__.get("name"):
-                found[member.name] = member
-    return found
+    return parts.named(__name__, __path__, Corrector)
 
 
 def build(config, options: dict) -> Corrector:

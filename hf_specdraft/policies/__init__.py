@@ -28,12 +28,11 @@ compares counts, never the clock, so that a seed reproduces an output.
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import pkgutil
 from functools import cache
 from typing import Any
 
+from .. import parts
 from .base import Policy, Situation
 from .costs import Costs, costs_of, nominal_costs
 from .fixed import FixedLength
@@ -63,12 +62,7 @@ BUILT_IN = ("auto", "fixed")
 @cache
 def known() -> dict[str, type[Policy]]:
     """Every policy that a config's `policy` may name beside `BUILT_IN`."""
-    found = {}
-    for module in pkgutil.iter_modules(__path__):
-        for _, member in inspect.getmembers(importlib.import_module(f"{__name__}.{module.name}"), inspect.isclass):
-            if issubclass(member, Policy) and member.__dict__.get("name"):
-                found[member.name] = member
-    return found
+    return parts.named(__name__, __path__, Policy)
 
 
 def check(policy: str | dict[str, Any]) -> None:
@@ -79,10 +73,7 @@ def check(policy: str | dict[str, Any]) -> None:
     if not isinstance(name, str) or name not in known():
         raise ValueError(f"policy must be one of {', '.join((*BUILT_IN, *sorted(known())))}, got {name!r}")
     accepted = list(inspect.signature(known()[name].__init__).parameters.values())[2:]
-    unknown = sorted(set(options) - {option.name for option in accepted})
-    if unknown:
-        names = ", ".join(option.name for option in accepted) or "none"
-        raise ValueError(f"policy {name} has no option {', '.join(unknown)}; it has {names}")
+    parts.refuse_unknown(f"policy {name}", options, known()[name], 1)
     values = {option.name: option.default for option in accepted} | options
     try:
         known()[name].check(**values)

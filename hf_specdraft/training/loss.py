@@ -114,8 +114,7 @@ class DraftLoss:
         states = batch.last_hidden.flatten(0, 1).to(hidden.device) if self.needs_law else None
         count = mask.sum()
         drafts = mask.new_ones(len(mask)) if unrolled.drafts is None else unrolled.drafts
-        weight = drafts.float() if unrolled.weight is None else unrolled.weight
-        weight = torch.ones_like(weight) if unrolled.weight is None else weight
+        weight = torch.ones_like(drafts, dtype=torch.float32) if unrolled.weight is None else unrolled.weight
         mass = count if self.reads_label_probs else (self.weighting(mask, None) * weight[:, None]).sum()
 
         def score(hidden: Tensor, part: slice) -> tuple:
