@@ -62,3 +62,4 @@ if __name__ == "__main__":
     found = shard() if sys.argv[2] == "shard" else train(folder, **json.loads(sys.argv[2]))
     if dist.get_rank() == 0:
         (folder / "found.json").write_text(json.dumps(found))
+    dist.destroy_process_group()  # gloo's threads may abort an interpreter that ends before them

@@ -43,3 +43,4 @@ def train(
     if trainer.is_world_process_zero():
         tau = f", best {trainer.args.metric_for_best_model} {best:.3f}" if (best := trainer.state.best_metric) else ""
         print(f"{result.global_step} steps{tau}; drafter in {trainer.args.output_dir}")
+    trainer.accelerator.end_training()  # the process group's threads end before the interpreter
