@@ -2,11 +2,13 @@
 
     python scripts/ablation.py train   scripts/ablation.yaml --out build/ablation target=MODEL data=ANSWERS
     python scripts/ablation.py measure scripts/ablation.yaml --target MODEL --prompts FILE.jsonl
-    python scripts/ablation.py report  scripts/ablation.yaml --out build/ablation
+    python scripts/ablation.py replay  scripts/ablation.yaml --target MODEL --prompts FILE.jsonl
+    python scripts/ablation_report.py  scripts/ablation.yaml --out build/ablation
 
 `train` makes the base drafter, then every variant from it. `measure` decodes greedily and at temperature 1, all methods
-of a prompt in turn; `--part 1/2` takes every second prompt, so that two processes share the work. `report` writes
-ablation.md (tables and signs) and ablation.png. Each does what is missing and leaves what is there.
+of a prompt in turn; `--part 1/2` takes every second prompt, so that two processes share the work. `replay` counts tau
+of chains on many more texts, by reading what the target wrote. `ablation_report.py` writes ablation.md (tables and
+signs) and ablation.png. Each does what is missing and leaves what is there.
 """
 
 from __future__ import annotations
@@ -14,23 +16,24 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 import yaml
 
 from hf_specdraft import AutoDrafter, evaluation
 from hf_specdraft.confidence import calibrate
 from hf_specdraft.drafters.base import TargetView
-from hf_specdraft.evaluation import PLAIN, Record, interval
-from hf_specdraft.evaluation.benchmark import OVERALL, ratio
 from hf_specdraft.evaluation.edits import edit_statistics
 from hf_specdraft.policies import speckv
 from hf_specdraft.training.data import collate, load
 from hf_specdraft.training.features import LiveFeatures
+from hf_specdraft.training.loss import DraftLoss
 from hf_specdraft.training.records import TrainingBatch
+from hf_specdraft.training.simulation import simulate
 
 app = typer.Typer(add_completion=False, help=__doc__, rich_markup_mode=None)
 Config = Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Variants, methods and signs.")]
@@ -65,11 +68,12 @@ def _variant(plan: dict[str, Any], variant: dict[str, Any], out: Path) -> dict[s
     merged = dict(plan["base"])
     for name in ("start_texts", "draft_vocab"):
         merged.pop(name, None)  # of a new drafter
-    merged["drafter"] = {"init_from": str(out / "base")}
+    merged["drafter"] = {"init_from": "OUT/base"}
     for settings in (plan["every_variant"], variant):
         for section, values in settings.items():
             both = isinstance(values, dict) and isinstance(merged.get(section), dict) and section != "loss"
             merged[section] = {**merged[section], **values} if both else values
+    merged["drafter"]["init_from"] = merged["drafter"]["init_from"].replace("OUT", str(out))
     return merged
 
 
@@ -156,104 +160,67 @@ def measure(
 
 
 @app.command()
-def report(config: Config, out: Out) -> None:
-    """Tables and signs as Markdown, tau and speed as a plot, all records in one JSON."""
+def replay(
+    config: Config,
+    out: Out,
+    target: Annotated[str, typer.Option(help="The model to speed up.")],
+    prompts: Annotated[list[Path], typer.Option(exists=True, help="JSON lines with id, category, turns.")],
+    per_category: Annotated[int, typer.Option(min=1)] = 10,
+    max_new_tokens: Annotated[int, typer.Option(min=2)] = 80,
+    only: Annotated[list[str] | None, typer.Option(help="Only these methods.")] = None,
+) -> None:
+    """tau of greedy decoding, read off the target's own greedy texts: what a chain of full length commits hangs on the
+    text before it only."""
     plan = yaml.safe_load(config.read_text(encoding="utf-8"))
-    about = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in sorted(out.glob("about-T*.json"))}
-    found: dict[str, list[Record]] = {}
-    for file in sorted(out.glob("records-T*.jsonl")):
-        heat = file.name.split("-")[1].removeprefix("T")
-        found.setdefault(heat, []).extend(Record(**json.loads(line)) for line in file.read_text("utf-8").splitlines())
-    lines = []
-    for heat, records in found.items():
-        lines += [f"\n### {'Greedy' if heat == '0' else f'Temperature {heat}'}\n", *_table(records)]
-    lines += [
-        "\n### Signs\n",
-        "| claim | compared | T | tau ratio (95 %) | speed ratio (95 %) | verdict |",
-        "| --- " * 6 + "|",
-    ]
-    for sign in plan["signs"]:
-        for heat, records in found.items():
-            if {sign["better"], sign["worse"]} <= {r.method for r in records}:
-                lines.append(_sign(sign, heat, records))
-    (out / "ablation.md").write_text("\n".join(lines).strip() + "\n", encoding="utf-8")
-    content = {"about": about, "records": {heat: [asdict(r) for r in records] for heat, records in found.items()}}
-    (out / "ablation.json").write_text(json.dumps(content) + "\n", encoding="utf-8")
-    _plot(found, out / "ablation.png")
+    file = out / "replay.jsonl"
+    done = {(r.prompt, r.method) for r in replayed(file)}
+    chosen = [p for f in prompts for p in evaluation.read_prompts(f, per_category)]
+    specs = {m: plan["methods"][m] for m in only or plan["replayed"] if {(p.id, m) for p in chosen} - done}
+    drafters = {method: evaluation.load_drafter(spec.replace("OUT", str(out))) for method, spec in specs.items()}
+    model, tokenizer = evaluation.load_target(target, "float32", pack=True)
+    view, loss = TargetView(model), DraftLoss("ce")
+    (layers,) = {drafter.feature_layers for drafter in drafters.values()}
+    live = LiveFeatures(model, layers, law=False)
+    with file.open("a", encoding="utf-8") as lines, torch.no_grad():
+        for prompt in chosen:
+            missing = {method: d for method, d in drafters.items() if (prompt.id, method) not in done}
+            if not missing:
+                continue
+            asked = evaluation.encode(tokenizer, prompt.text)
+            ids = model.generate(**asked, do_sample=False, max_new_tokens=max_new_tokens)[0]
+            written = torch.arange(len(ids)) >= asked["input_ids"].shape[1]
+            row = {"input_ids": ids, "document_ids": torch.ones_like(ids), "loss_mask": written}
+            batch = live(TrainingBatch(**_row(row)))
+            for method, drafter in missing.items():
+                read = loss(drafter, view, batch, anchors=None)
+                committed, passes = simulate(read["matches"], read["anchors"], batch)
+                record = Replayed(prompt.id, prompt.category, method, committed, passes)
+                lines.write(json.dumps(asdict(record)) + "\n")
+                lines.flush()
+    about = evaluation.provenance(
+        target=Path(target).name,
+        prompts={file.name: evaluation.sha256(file) for file in prompts},
+        per_category=per_category,
+        max_new_tokens=max_new_tokens,
+    )
+    (out / "about-replay.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
 
 
-def _table(records: list[Record]) -> list[str]:
-    rows = evaluation.summarise(records)
-    categories = [c for c in dict.fromkeys(r.category for r in rows) if c != OVERALL]
-    lines = [
-        "| method | tau (95 %) | decoding x plain (repeats) | equal | "
-        + " | ".join(f"tau: {c}" for c in categories)
-        + " |",
-        "| --- " * (4 + len(categories)) + "|",
-    ]
-    by = {(r.method, r.category): r for r in rows}
-    for method in dict.fromkeys(r.method for r in rows):
-        row = by[method, OVERALL]
-        middle, low, high = row.decoding_to_plain
-        equal = "-" if row.equal is None else f"{row.equal}/{row.prompts}"
-        tau = f"{row.tau:.2f}" + ("" if row.tau_interval is None else " ({:.2f}-{:.2f})".format(*row.tau_interval))
-        cells = " | ".join(f"{by[method, c].tau:.2f}" for c in categories)
-        lines.append(f"| {method} | {tau} | {middle:.2f} ({low:.2f}-{high:.2f}) | {equal} | {cells} |")
-    return lines
+@dataclass
+class Replayed:
+    """One text of `replay` and a method: what decoding it would commit, in how many passes."""
+
+    prompt: str
+    category: str
+    method: str
+    committed: int
+    passes: int
 
 
-def _sign(sign: dict[str, str], heat: str, records: list[Record]) -> str:
-    """One claim: that `better` is above `worse`, by tau and by decoding speed."""
-    better, worse = ([r for r in records if r.method == sign[side]] for side in ("better", "worse"))
-    tau = ratio(*(_pooled(side, lambda r: (r.committed, r.passes)) for side in (better, worse)))
-    spread = interval(better, worse)
-
-    def decoding(r: Record) -> tuple[float, float]:
-        return r.committed, r.seconds - r.prefill_seconds
-
-    speed = ratio(_pooled(better, decoding), _pooled(worse, decoding))
-    around = interval(better, worse, decoding)
-    verdict = "yes" if spread[0] > 1 else "no" if spread[1] < 1 else "open"
-    cells = f"{tau:.3f} ({spread[0]:.3f}-{spread[1]:.3f}) | {speed:.2f} ({around[0]:.2f}-{around[1]:.2f}) | {verdict}"
-    return f"| {sign['says']} | {sign['better']} / {sign['worse']} | {heat} | {cells} |"
-
-
-def _pooled(records: list[Record], value: Any) -> float:
-    pairs = [value(r) for r in records]
-    return ratio(sum(a for a, _ in pairs), sum(b for _, b in pairs))
-
-
-def _plot(found: dict[str, list[Record]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    first = evaluation.summarise(next(iter(found.values())))
-    methods = [m for m in dict.fromkeys(r.method for r in first) if m != PLAIN]
-    figure, panels = pyplot.subplots(1, 2, figsize=(12, 1.5 + 0.28 * len(methods)), sharey=True, layout="constrained")
-    for shift, (heat, records) in enumerate(found.items()):
-        rows = {r.method: r for r in evaluation.summarise(records) if r.category == OVERALL}
-        there = [m for m in methods if m in rows]
-        places = [methods.index(m) + 0.2 * (2 * shift - len(found) + 1) for m in there]
-        taus = [rows[m].tau for m in there]
-        limits = [rows[m].tau_interval or (rows[m].tau, rows[m].tau) for m in there]
-        spread = [[abs(tau - ends[side]) for tau, ends in zip(taus, limits)] for side in (0, 1)]
-        label = "greedy" if heat == "0" else f"T={heat}"
-        panels[0].errorbar(taus, places, xerr=spread, fmt="o", markersize=4, label=label)
-        speeds = [rows[m].decoding_to_plain for m in there]
-        around = [[abs(s[0] - s[side]) for s in speeds] for side in (1, 2)]
-        panels[1].errorbar([s[0] for s in speeds], places, xerr=around, fmt="o", markersize=4)
-    panels[0].set_yticks(range(len(methods)), methods)
-    panels[0].invert_yaxis()
-    panels[0].set_xlabel("tau, 95 % over prompts")
-    panels[1].set_xlabel("decoding speed over plain, range of repeats")
-    for panel in panels:
-        panel.axvline(1.0, color="black", linewidth=0.8, linestyle=":")
-        panel.grid(axis="x", alpha=0.3)
-    panels[0].legend()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+def replayed(file: Path) -> list[Replayed]:
+    """What `replay` wrote, nothing where it did not run."""
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    return [Replayed(**json.loads(line)) for line in lines]
 
 
 if __name__ == "__main__":
