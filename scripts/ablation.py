@@ -168,11 +168,12 @@ def replay(
     per_category: Annotated[int, typer.Option(min=1)] = 10,
     max_new_tokens: Annotated[int, typer.Option(min=2)] = 80,
     only: Annotated[list[str] | None, typer.Option(help="Only these methods.")] = None,
+    name: Annotated[str, typer.Option(help="Of these prompts, in the report.")] = "benchmarks",
 ) -> None:
     """tau of greedy decoding, read off the target's own greedy texts: what a chain of full length commits hangs on the
     text before it only."""
     plan = yaml.safe_load(config.read_text(encoding="utf-8"))
-    file = out / "replay.jsonl"
+    file = out / f"replay-{name}.jsonl"
     done = {(r.prompt, r.method) for r in replayed(file)}
     chosen = [p for f in prompts for p in evaluation.read_prompts(f, per_category)]
     specs = {m: plan["methods"][m] for m in only or plan["replayed"] if {(p.id, m) for p in chosen} - done}
@@ -203,7 +204,7 @@ def replay(
         per_category=per_category,
         max_new_tokens=max_new_tokens,
     )
-    (out / "about-replay.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    (out / f"about-replay-{name}.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
 
 
 @dataclass
@@ -218,7 +219,7 @@ class Replayed:
 
 
 def replayed(file: Path) -> list[Replayed]:
-    """What `replay` wrote, nothing where it did not run."""
+    """What `replay` has written there, nothing where it did not run."""
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     return [Replayed(**json.loads(line)) for line in lines]
 

@@ -27,24 +27,25 @@ def report(config: Config, out: Out) -> None:
     for file in sorted(out.glob("records-T*.jsonl")):
         heat = file.name.split("-")[1].removeprefix("T")
         found.setdefault(heat, []).extend(Record(**json.loads(line)) for line in file.read_text("utf-8").splitlines())
-    texts = replayed(out / "replay.jsonl")
+    texts = {file.stem.removeprefix("replay-"): replayed(file) for file in sorted(out.glob("replay-*.jsonl"))}
+    measured = {f"T={heat}": records for heat, records in found.items()}
+    measured |= {f"texts: {name}": records for name, records in texts.items()}
     lines = []
     for heat, records in found.items():
         lines += [f"\n### {'Greedy' if heat == '0' else f'Temperature {heat}'}\n", *_table(records)]
-    if texts:
-        lines += ["\n### Greedy, by reading the target's texts\n", *_replay_table(texts)]
+    for name, records in texts.items():
+        lines += [f"\n### Greedy, by reading the target's texts: {name}\n", *_replay_table(records)]
     lines += [
         "\n### Signs\n",
-        "| claim | compared | T | tau ratio (95 %) | speed ratio (95 %) | verdict |",
+        "| claim | compared | on | tau ratio (95 %) | speed ratio (95 %) | verdict |",
         "| --- " * 6 + "|",
     ]
     for sign in plan["signs"]:
-        for heat, records in [*found.items(), ("0, texts", texts)]:
+        for where, records in measured.items():
             if {sign["better"], sign["worse"]} <= {r.method for r in records}:
-                lines.append(_sign(sign, heat, records))
+                lines.append(_sign(sign, where, records))
     (out / "ablation.md").write_text("\n".join(lines).strip() + "\n", encoding="utf-8")
-    records = {heat: [asdict(r) for r in records] for heat, records in [*found.items(), ("replay", texts)]}
-    content = {"about": about, "records": records}
+    content = {"about": about, "records": {where: [asdict(r) for r in records] for where, records in measured.items()}}
     (out / "ablation.json").write_text(json.dumps(content) + "\n", encoding="utf-8")
     _plot(found, out / "ablation.png")
 
@@ -83,7 +84,7 @@ def _replay_table(texts: list[Replayed]) -> list[str]:
     return lines
 
 
-def _sign(sign: dict[str, str], heat: str, records: list[Record] | list[Replayed]) -> str:
+def _sign(sign: dict[str, str], where: str, records: list[Record] | list[Replayed]) -> str:
     """One claim: that `better` is above `worse`, by tau and, where it was decoded, by decoding speed."""
     better, worse = ([r for r in records if r.method == sign[side]] for side in ("better", "worse"))
     spread = interval(better, worse)
@@ -95,7 +96,7 @@ def _sign(sign: dict[str, str], heat: str, records: list[Record] | list[Replayed
     else:
         cells += " | -"
     verdict = "yes" if spread[0] > 1 else "no" if spread[1] < 1 else "open"
-    return f"| {sign['says']} | {sign['better']} / {sign['worse']} | {heat} | {cells} | {verdict} |"
+    return f"| {sign['says']} | {sign['better']} / {sign['worse']} | {where} | {cells} | {verdict} |"
 
 
 def _tau(r: Record | Replayed) -> tuple[int, int]:
