@@ -116,13 +116,29 @@ def test_the_threshold_is_refitted_by_what_was_accepted():
     for accepted, tokens in ((2, [0, 0, 0, 0]), (3, [0, 0, 0, 0]), (1, [0, 1, 0, 0])):
         rule.before([0])
         asked(rule, LAWS, tokens)
-        rule.observe([0], [4], [[5] * (accepted + 1)])
+        rule.cut(Draft.chain(torch.tensor([tokens]), [4]), [True])
+        rule.observe([0], [4], [[*tokens[:accepted], 5]])
     # 0.9, 0.7 right and 0.6 wrong; three right; 0.9 right and 0.3 wrong: 0.6 loses one of six right ones at most.
     assert rule.threshold == pytest.approx(0.6)
     fixed = HFThreshold(situation(4), threshold=0.1, online=False)
     asked(fixed, LAWS, [0] * 4)
+    fixed.cut(Draft.chain(torch.zeros(1, 4, dtype=torch.long), [4]), [True])
     fixed.observe([0], [4], [[5]])
     assert fixed.threshold == 0.1
+
+
+def test_the_threshold_learns_from_the_drafter_it_steers_alone():
+    """Rows 0 to 3: verified as they were asked about, cut, in a tree beside others' tokens, and drafted by others."""
+    rule = HFThreshold(situation(3, batch=4), threshold=0.1)
+    for logits in torch.tensor([[0.9, 0.1], [0.7, 0.3]]).log():
+        rule.more(Partial(1, torch.zeros(4, dtype=torch.long), logits.expand(4, -1)))
+    tokens = torch.tensor([[0, 0, 1], [0, 1, 1], [1, 0, 0], [1, 1, 1]])
+    parents = torch.tensor([[-1, 0, 1], [-1, 0, 1], [-1, -1, 1], [-1, 0, 1]])
+    valid = torch.tensor([[True] * 3, [True, False, False], [True] * 3, [True] * 3])
+    rule.cut(Draft(tokens, parents, valid), [True] * 4)
+    rule.observe([0, 1, 2, 3], [3, 1, 2, 3], [[0, 5], [5], [0, 0, 5], [1, 1, 1, 5]])
+    told = [(0.9, True), (0.7, False), (0.9, False), (0.9, True), (0.7, True)]
+    assert [(round(sure, 4), right) for sure, right in rule._known] == told
 
 
 # Blocks ---------------------------------------------------------------------------------------------------------------

@@ -108,7 +108,8 @@ class HFThreshold(StopRule):
     scikit-learn is installed: the one with the least (false positive rate + 3 x false negative rate) of telling the
     tokens that were accepted by their probability, once there are more than 5 and of both kinds.
 
-    Counted are the tokens a rule is asked about: not a draft's last one. Rows of a batch share the threshold.
+    Counted are the tokens that a rule is asked about (not a draft's last one) and that are verified: rows that others
+    drafted, as beside an n-gram drafter, tell nothing. Rows of a batch share the threshold.
     """
 
     name = "hf_threshold"
@@ -117,7 +118,8 @@ class HFThreshold(StopRule):
     def __init__(self, situation: Situation, threshold: float = 0.4, online: bool = True):
         super().__init__(situation)
         self.threshold, self.online = threshold, online
-        self._chances: list[Tensor] = []
+        self._asked_about: list[tuple[Tensor, Tensor]] = []  # per step, [B] tokens and their chances
+        self._verified: list[list[tuple[int, float]]] = []  # the same by row, of tokens that are in the draft
         self._known: deque[tuple[float, bool]] = deque(maxlen=self.remembered)
 
     @classmethod
@@ -127,20 +129,45 @@ class HFThreshold(StopRule):
     def unsure(self, partial: Partial) -> Tensor:
         sure = chance(partial)
         if self.online:
-            self._chances.append(sure)
+            self._asked_about.append((partial.tokens, sure))
         return ~(sure >= self.threshold)
+
+    def cut(self, draft: Draft, going: list[bool]) -> Draft:
+        draft = super().cut(draft, going)
+        if self._asked_about:
+            tokens, sure = (torch.stack(part, 1) for part in zip(*self._asked_about))
+            paths = [list(zip(*row)) for row in zip(tokens.tolist(), sure.nan_to_num(0).tolist())]
+            nodes = zip(draft.parents.tolist(), draft.tokens.tolist(), draft.valid.tolist())
+            self._verified = [_within(path, *row) for path, row in zip(paths, nodes)]
+            self._asked_about = []
+        return draft
 
     def observe(self, rows: list[int], offered: list[int], committed: list[list[int]]) -> None:
         super().observe(rows, offered, committed)
-        if not self._chances:
+        if not self._verified:
             return
-        chances, self._chances = torch.stack(self._chances, 1).nan_to_num(0).tolist(), []
-        for row, depth, tokens in zip(chances, offered, committed):
-            accepted = len(tokens) - 1
-            self._known += [(sure, slot < accepted) for slot, sure in enumerate(row[: min(depth, accepted + 1)])]
+        verified, self._verified = self._verified, []
+        for path, tokens in zip(verified, committed):
+            for (token, sure), came in zip(path, tokens):
+                self._known.append((sure, token == came))
+                if token != came:
+                    break
         sure, right = (torch.tensor(part) for part in zip(*self._known)) if self._known else ([], [])
         if len(sure) > 5 and right.any() and not right.all():
             self.threshold = best_threshold(sure, right)
+
+
+def _within(
+    path: list[tuple[int, float]], parents: list[int], tokens: list[int], valid: list[bool]
+) -> list[tuple[int, float]]:
+    """The part of a path of (token, chance) that a row's nodes hold, from the anchor down."""
+    node = -1
+    for depth, (token, _) in enumerate(path):
+        children = (j for j, real in enumerate(valid) if real and parents[j] == node and tokens[j] == token)
+        node = next(children, None)
+        if node is None:
+            return path[:depth]
+    return path
 
 
 def best_threshold(chances: Tensor, right: Tensor) -> float:
