@@ -115,7 +115,7 @@ def test_a_controller_goes_through_json(controller):
 
 def test_a_round_is_chosen_by_the_rounds_before_it(controller):
     situation = base.Situation(SimpleNamespace(), SimpleNamespace(is_sequential=True), 2, 8, FixedLength(8, batch=2))
-    situation.costs = lambda: Costs({0: 1.0, 8: 1.16}, 0.8)
+    situation.costs = lambda depth: Costs({0: 1.0, 8: 1.16}, 0.1 * depth)
     policy = SpecKV(situation, controller.to_dict())
     assert policy.before([0, 1]) == [4, 4]
     sure, unsure = torch.zeros(2, 8).index_put((torch.tensor([0]), torch.tensor([0])), torch.tensor(4.5))
@@ -143,3 +143,17 @@ def test_collect_fit_and_decode(family):
     drafter.config.policy = {"name": "speckv", "controller": weights, "lengths": list(lengths)}
     plain = target.generate(**inputs, max_new_tokens=20, do_sample=False)
     assert torch.equal(target.generate(**inputs, assistant_model=drafter, max_new_tokens=20, do_sample=False), plain)
+
+
+def test_what_short_drafts_take_is_no_price_of_long_ones():
+    """While costs are measured it drafts 4 tokens, others as many as the call asks for: each has a record of its own,
+    and both tell the same of a draft of 8 tokens."""
+    target, drafter = tiny_llama(), AssistantDrafter.from_model(tiny_llama(3))
+    situation = base.Situation(target, drafter, 1, 8, FixedLength(8))
+    others, policy = situation.costs(), SpecKV(situation, Controller().to_dict())
+    assert policy.before([0]) == [4]
+    for costs, drafted in ((policy.costs, 4), (others, 8)):
+        while not costs.hear(drafted, 1.0, 0.1 * drafted):
+            pass
+        costs.settle({0: 1.0})
+    assert policy.seconds(8) == pytest.approx(others.seconds(8) + others.draft) == pytest.approx(1.8)

@@ -35,10 +35,11 @@ class Situation:
     nodes: int = 0
     sampled: bool = False
 
-    def costs(self) -> Costs:
+    def costs(self, depth: int | None = None) -> Costs:
         """What this call's rounds cost: measured (by the loop, while a policy's `costs` are not known), or by the
-        number of weights where drafts are drawn."""
-        depth = max(self.inner.lengths)
+        number of weights where drafts are drawn. depth: of the drafts made while they are measured, by default as the
+        caller asks for."""
+        depth = max(self.inner.lengths) if depth is None else depth
         if self.sampled:
             return nominal_costs(self.target, self.drafter, depth, self.nodes)
         return costs_of(self.target, self.drafter, self.batch, self.columns, depth, self.nodes)

@@ -149,8 +149,9 @@ class SpecKV(Policy):
                 "inputs)).to_dict(), or one length"
             )
         self.controller = None if controller is None else Controller.of(controller)
-        self.costs, self.log = situation.costs(), log
-        self.depth, self.sequential = max(situation.inner.lengths), situation.drafter.is_sequential
+        self.depth = min(self.lengths, key=lambda n: abs(n - self.first))  # of drafts while nothing is known
+        self.costs, self.log = situation.costs(self.depth), log
+        self.sequential = situation.drafter.is_sequential
         self.compression = float(compression_of(situation.target))
         self._features: dict[int, Tensor] = {}
         self._seen: list[tuple[Tensor, Tensor]] = []
@@ -172,7 +173,7 @@ class SpecKV(Policy):
     def before(self, rows: list[int], outlook=None) -> list[int]:
         self._seen, known = [], [row for row in rows if row in self._features]
         self._used = [self._features[row].tolist() if row in self._features else None for row in rows]
-        chosen = dict.fromkeys(rows, min(self.lengths, key=lambda n: abs(n - self.first)))
+        chosen = dict.fromkeys(rows, self.depth)
         if known and self.controller is not None and self.costs.known:
             expected = self.controller.expected(torch.stack([self._features[row] for row in known]), self.lengths[-1])
             seconds = [self.seconds(n) for n in range(self.lengths[-1] + 1)]
