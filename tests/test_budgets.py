@@ -228,6 +228,18 @@ def test_d_cut_fills_the_rectangle():
     assert lengths(made("d_cut", priced(), mode=0.5).cut(draft, [True] * R)) == [3, 3, 2]
 
 
+def test_d_cut_counts_rows_that_go_on():
+    """A finished row that cannot leave the pass earns the others no nodes, but is paid for."""
+    survival = torch.tensor([[0.9, 0.8, 0.7, 0.6], [0.5, 0.4, 0.3, 0.2], [-1.0, -1.0, -1.0, -1.0]])
+    policy = made("d_cut", priced(packed=True), mode=0.5)
+    assert sum(lengths(policy.cut(confident(survival), [True, True, False]))) == kept_drafts(2, 1 + D, 0.5) == 3
+    asked = []
+    policy = made("d_cut", priced(packed=True))
+    policy.prices.passes.seconds = lambda rows, *_: asked.append(rows) or 1.0
+    policy.cut(confident(survival), [True, True, False])
+    assert set(asked) == {3}
+
+
 def test_d_cut_makes_point_rows_of_what_it_looked_at():
     for kind, stays in (("prior", True), ("pre", False), ("own", False)):
         draft = confident(falling(R, D, 0), kind)

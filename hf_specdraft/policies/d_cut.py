@@ -19,8 +19,9 @@ def kept_drafts(rows: int, width: int, ratio: float) -> int:
 class DCut(Budgeted):
     """Verifies only the likeliest of a batch's drafted tokens, as many as are accepted fastest.
 
-    A ratio keeps the `kept_drafts` likeliest tokens of all rows. Of the `ratios`, the one with the most accepted tokens
-    per second is taken; where the pass is a rectangle, what fits in it besides is verified, too.
+    A ratio keeps the `kept_drafts` likeliest tokens of all rows; finished ones count for nothing but the price. Of the
+    `ratios`, the one with the most accepted tokens per second is taken; where the pass is a rectangle, what fits in it
+    besides is verified, too.
 
     mode: "auto", or one ratio for all rounds, in (0, 1].
     ratios: those that "auto" weighs.
@@ -64,7 +65,7 @@ class DCut(Budgeted):
 
     def _step(self, growth: Growth, going: int) -> int:
         rows, width = growth.survival.shape
-        steps = [self._of_ratio(growth, kept_drafts(rows, 1 + width, ratio)) for ratio in self.ratios]
+        steps = [self._of_ratio(growth, kept_drafts(going, 1 + width, ratio)) for ratio in self.ratios]
         if len(steps) == 1:
             return steps[0]
         seconds = [self.prices.verify(rows, growth.nodes(step), self.context) for step in steps]
