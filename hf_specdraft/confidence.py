@@ -148,10 +148,17 @@ def calibrate(
     """Set the temperatures of a drafter's confidence head by rounds that are drafted along held-out prompts [P], under
     the settings of generate (do_sample, temperature) that it shall serve. They are saved with the drafter's config.
 
-    Raises ValueError for a drafter without a confidence head, or prompts that bring no round.
+    Raises ValueError for a drafter without a confidence head, or whose drafts do not ask it, or prompts that bring no
+    round.
     """
     if getattr(drafter, "confidence", None) is None:
         raise ValueError("the drafter has no confidence head to calibrate; give its config a confidence field")
+    if drafter.corrector is not None and drafter.corrector.beam:
+        raise ValueError(
+            f"the confidence head is not used with corrector {drafter.corrector.name}: a search rates its drafts by "
+            "their own probability, so there is nothing to calibrate; take a drafter without this corrector, or with "
+            "one that drafts token by token, such as markov"
+        )
     seen = rounds(target, drafter, prompts, max_new_tokens=max_new_tokens, **settings)
     temperatures = sequential_temperatures(*seen)
     drafter.confidence.temperatures = temperatures

@@ -365,6 +365,8 @@ def test_calibration_is_saved_with_the_drafter(tmp_path):
     assert drafter.config.tree_nodes == 8 and drafter.config.policy == "auto"  # as they were
     with pytest.raises(ValueError, match="no confidence head to calibrate"):
         calibrate(target, make_drafter(), prompts)
+    with pytest.raises(ValueError, match="corrector path.*nothing to calibrate; take a drafter without"):
+        calibrate(target, make_drafter(corrector={"name": "path"}, confidence={}), prompts)
 
 
 # ---- training, on a language whose law is known ----
