@@ -330,6 +330,21 @@ def test_refusals(world, view):
     drafter.train()
 
 
+def test_the_target_verifies_where_the_mode_asks_it_to(tmp_path, monkeypatch):
+    """A target that takes no masks of branches serves the other modes."""
+    monkeypatch.setattr("hf_specdraft.training.verify.tree_form", lambda target: None)
+
+    def trainer(**unroll) -> DraftTrainer:
+        args, data = arguments(tmp_path, max_steps=1, unroll=unroll), texts(2)
+        drafter = make_small(carryover=True)
+        return DraftTrainer(drafter, args, target=make_small_target(), loss=DraftLoss("ce"), train_dataset=data)
+
+    for mode in ("plain", {"name": "plain"}):
+        assert trainer(mode=mode).verify is None
+    with pytest.raises(ValueError, match="takes no masks of branches"):
+        trainer()
+
+
 def revealing(generator, others=False):
     """Random texts, which nothing foretells but the rejected rows: each tells the token after it. Nothing is accepted.
 

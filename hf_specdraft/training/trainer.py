@@ -98,7 +98,7 @@ class DraftTrainer(Trainer):
         self.law = TargetLaw(target) if needs_law and law is None else law
         self.live = LiveFeatures(target, drafter.feature_layers, law=needs_law)
         self.features = self.live if features is None else features
-        self.verify = BranchVerifier(target, drafter.feature_layers) if drafter.wants_rejected else None
+        self.verify = BranchVerifier(target, drafter.feature_layers) if _verifies(drafter, args.unroll) else None
         self.eval_prompts = list(eval_prompts)
         self.provenance = provenance
         self._best_step: int | None = None  # of the weights, once the best ones are loaded
@@ -362,3 +362,10 @@ def _means(total: Sums) -> dict[str, float]:
 def _tau(counts: list[tuple[str, int, int]]) -> float:
     committed, passes = sum(c for _, c, _ in counts), sum(p for _, _, p in counts)
     return committed / passes if passes else 1.0
+
+
+def _verifies(drafter: Drafter, unroll: dict[str, Any]) -> bool:
+    """Whether training lets the target verify drafts: of a block drafter's modes, one does."""
+    mode = unroll.get("mode") or getattr(drafter.config, "unroll_mode", None)
+    name = mode.get("name") if isinstance(mode, dict) else mode
+    return drafter.wants_rejected and name in (None, "carryover")
