@@ -320,7 +320,7 @@ def test_sequential_temperatures_calibrate_the_survival():
     accepted = (torch.rand(true.shape, generator=generator) < true.sigmoid()).long().cumprod(1).sum(1)
     drafted = torch.randint(1, 6, (len(true),), generator=generator)
     accepted = accepted.minimum(drafted)
-    over = torch.tensor([1.0, 2.0, 3.0, 3.0, 4.0])
+    over = torch.tensor([2.0, 2.0, 3.0, 3.0, 4.0])
     logits = true * over
     half = slice(0, 3000)
     temperatures = sequential_temperatures(logits[half], drafted[half], accepted[half])
@@ -331,9 +331,9 @@ def test_sequential_temperatures_calibrate_the_survival():
         chance = logits[3000:, : slot + 1].sigmoid().prod(1)[some]
         return expected_calibration_error(chance, (accepted[3000:] > slot)[some])
 
-    for slot in range(1, 5):
+    for slot in range(5):
         before, after = error(logits, slot), error(logits / torch.tensor(temperatures), slot)
-        assert before > 0.04 and after < 0.6 * before, (slot, before, after)
+        assert before > 0.04 and after < error(true, slot) + 0.015, (slot, before, after)
 
 
 def test_expected_calibration_error_of_known_cases():
