@@ -64,6 +64,8 @@ class NodeAttention(nn.Module):
 
 
 class NodeLayer(nn.Module):
+    """Pre-norm attention and MLP over nodes: x [B, N, width], bias [heads, N, N] -> [B, N, width]."""
+
     def __init__(self, width: int, heads: int, mlp_width: int, eps: float):
         super().__init__()
         self.attn_norm = Qwen3RMSNorm(width, eps=eps)

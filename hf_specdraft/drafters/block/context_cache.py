@@ -34,6 +34,7 @@ class ContextCache:
 
     @property
     def length(self) -> int:
+        """Keys of the longest row."""
         return max(self.counts, default=0)
 
     def extend(self, positions: Tensor, counts: list[int]) -> None:
@@ -65,6 +66,7 @@ class ContextCache:
             store[layer][row, :, slot] = new[row, :, column]
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, heads, `length`, head_dim]."""
         return self.keys[layer][:, :, : self.length], self.values[layer][:, :, : self.length]
 
     def crop(self, counts: list[int]) -> None:
@@ -77,6 +79,7 @@ class ContextCache:
         self.counts, self.positions = counts, self.positions.where(stays, -1)
 
     def keep(self, rows: list[int]) -> None:
+        """Go on with these rows alone, in this order."""
         self.counts = [self.counts[row] for row in rows]
         if self.positions is not None:
             self.positions = self.positions[rows]

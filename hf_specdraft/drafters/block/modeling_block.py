@@ -38,6 +38,8 @@ Mask = Tensor | None | Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class BlockRotaryEmbedding(Qwen3RotaryEmbedding):
+    """Qwen3's, with angles for a part of the head too."""
+
     @staticmethod
     def compute_default_rope_parameters(config: BlockConfig, **kwargs) -> tuple[Tensor, float]:
         """Qwen3's frequencies over the first `partial_rotary_factor` of the head."""
@@ -55,6 +57,8 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class BlockAttention(nn.Module):
+    """Qwen3's attention of the slots over the context and themselves; the mask alone says what is causal."""
+
     def __init__(self, config: BlockConfig):
         super().__init__()
         self.head_dim = config.head_dim
@@ -83,6 +87,8 @@ class BlockAttention(nn.Module):
 
 
 class BlockLayer(nn.Module):
+    """Qwen3's layer, its sublayers inside short convolutions where the config has them."""
+
     def __init__(self, config: BlockConfig):
         super().__init__()
         self.self_attn = BlockAttention(config)

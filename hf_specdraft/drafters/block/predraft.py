@@ -102,10 +102,12 @@ class History:
         self.drafted = [0] * len(tokens)
 
     def keep(self, rows: list[int]) -> None:
+        """Go on with these rows alone, in this order."""
         self.sums, self.counts, self.drafted = (
             [values[row] for row in rows] for values in (self.sums, self.counts, self.drafted)
         )
 
     @property
     def recent(self) -> list[float]:
+        """Per row the mean accepted length of its drafts, in tokens, the late ones first."""
         return [total / (count + 0.5) for total, count in zip(self.sums, self.counts)]

@@ -122,10 +122,12 @@ class Reading:
         """Nothing: the context of a reading is whole at once."""
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Take the context's keys and values [B, heads, L, head_dim] of the next layer."""
         self.keys.append(keys)
         self.values.append(values)
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
+        """The context's keys and values [B, heads, L, head_dim]."""
         return self.keys[layer], self.values[layer]
 
     def masked(self) -> Tensor:
@@ -205,32 +207,56 @@ class Blocks:
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def grouped_attention(config: BlockConfig, layer_type: str, batch: TrainingBatch, blocks: Blocks) -> Attend:
+def grouped_attention(
+    config: BlockConfig,
+    layer_type: str,
+    batch: TrainingBatch,
+    blocks: Blocks,
+    limits: Tensor | None = None,
+    rows: Tensor | None = None,
+) -> Attend:
     """Attention of the blocks by torch's own with masks, a group of neighbouring blocks at a time: over the context
-    that any of them may see, and the group. Memory grows with anchors x (context + GROUP), not with anchors squared."""
-    width, step = batch.input_ids.shape[1], max(1, GROUP // blocks.size)
-    # The first column of each anchor's document, and the anchor's own, which the context ends before.
-    first = (blocks.columns - blocks.anchors[:, :: blocks.size]).where(blocks.real, width).amin(0).tolist()
-    last = blocks.columns.where(blocks.real, 0).amax(0).tolist()
+    that any of them may see, T rows of each block's own, and the group. Memory grows with anchors x (context + GROUP),
+    not with anchors squared.
+
+    limits: [B, A] positions that the text's context ends before; None for the anchors'.
+    rows: [B, A, T] positions of the blocks' own rows, -1 where there is none; None for no such rows. Keys stand in the
+    order [L of the context | A * T | A * size].
+    """
+    limits = blocks.anchors[:, :: blocks.size] if limits is None else limits
+    rows = limits.new_zeros((*limits.shape, 0)) if rows is None else rows
+    width, step, own = batch.input_ids.shape[1], max(1, GROUP // blocks.size), rows.shape[2]
+    begins = blocks.columns - blocks.anchors[:, :: blocks.size]  # of each anchor's document
+    first = begins.where(blocks.real, width).amin(0).tolist()
+    last = (begins + limits).where(blocks.real, 0).amax(0).tolist()
     groups = []
     for start in range(0, len(first), step):
-        context = slice(min(first[start : start + step]), max(last[start : start + step]))
-        own = slice(start * blocks.size, (start + step) * blocks.size)
+        some = slice(start, start + step)
+        context = slice(min(first[some]), max(last[some]))
+        slots = slice(start * blocks.size, (start + step) * blocks.size)
         queries, anchors, documents = (
-            part[:, own, None] for part in (blocks.positions, blocks.anchors, blocks.documents)
+            part[:, slots, None] for part in (blocks.positions, blocks.anchors, blocks.documents)
         )
-        keys = batch.position_ids[:, None, context]
-        before = (keys < anchors) & (batch.document_ids[:, None, context] == documents)
-        before = before & within_window(config, layer_type, queries, anchors, keys)
-        index = torch.arange(queries.shape[1], device=queries.device) // blocks.size
-        same = (index[:, None] == index) & within_window(config, layer_type, queries, anchors, queries.mT)
-        groups.append((context, own, torch.cat((before, same), dim=2)[:, None]))
+        keys, before = batch.position_ids[:, None, context], limits[:, some].repeat_interleave(blocks.size, 1)
+        text = (keys < before[..., None]) & (batch.document_ids[:, None, context] == documents)
+        text = text & within_window(config, layer_type, queries, anchors, keys)
+        number = torch.arange(queries.shape[1], device=queries.device) // blocks.size
+        owner = torch.arange(rows[:, some].shape[1], device=queries.device).repeat_interleave(own)
+        extra = rows[:, some].flatten(1)[:, None]
+        extra = (number[:, None] == owner) & within_window(config, layer_type, queries, anchors, extra)
+        same = (number[:, None] == number) & within_window(config, layer_type, queries, anchors, queries.mT)
+        mask = torch.cat((text, extra, same), dim=2)[:, None]
+        groups.append((context, slice(start * own, (start + step) * own), slots, mask))
+    behind = width + rows.shape[1] * own
 
     def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         outs = []
-        for context, own, mask in groups:
-            k, v = (torch.cat((x[:, :, context], x[:, :, width:][:, :, own]), dim=2) for x in (keys, values))
-            outs.append(F.scaled_dot_product_attention(queries[:, :, own], k, v, attn_mask=mask, enable_gqa=True))
+        for context, extra, slots, mask in groups:
+            k, v = (
+                torch.cat((x[:, :, context], x[:, :, width:behind][:, :, extra], x[:, :, behind:][:, :, slots]), dim=2)
+                for x in (keys, values)
+            )
+            outs.append(F.scaled_dot_product_attention(queries[:, :, slots], k, v, attn_mask=mask, enable_gqa=True))
         return torch.cat(outs, dim=2)
 
     return attend

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from ...heads import HeadConfig
-from ..block.configuration_block import ROPE_TYPES, network_like
+from ..block.of_target import ROPE_TYPES, network_like
 
 
 class Eagle3Config(HeadConfig):
