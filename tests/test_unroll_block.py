@@ -10,7 +10,7 @@ from transformers import GlmConfig, GlmForCausalLM, LlamaConfig, LlamaForCausalL
 from hf_specdraft import AutoDrafter, BlockConfig, BlockDrafter
 from hf_specdraft.drafters.base import TargetView
 from hf_specdraft.drafters.block import BlockSession, unroll_block
-from hf_specdraft.drafters.block.configuration_block import mask_token_for, tapped_layers
+from hf_specdraft.drafters.block.of_target import mask_token_for, tapped_layers
 from hf_specdraft.training.anchors import choose_anchors
 from hf_specdraft.training.features import LiveFeatures
 from hf_specdraft.training.records import TrainingBatch
