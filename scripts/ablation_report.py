@@ -85,17 +85,18 @@ def _replay_table(texts: list[Replayed]) -> list[str]:
 
 
 def _sign(sign: dict[str, str], where: str, records: list[Record] | list[Replayed]) -> str:
-    """One claim: that `better` is above `worse`, by tau and, where it was decoded, by decoding speed."""
+    """One claim: that `better` is above `worse`, by tau or, where the sign says so, by decoding speed."""
     better, worse = ([r for r in records if r.method == sign[side]] for side in ("better", "worse"))
-    spread = interval(better, worse)
+    spread = deciding = interval(better, worse)
     cells = f"{_pooled(better, _tau) / _pooled(worse, _tau):.3f} ({spread[0]:.3f}-{spread[1]:.3f})"
     if isinstance(records[0], Record):
         around = interval(better, worse, _decoding)
         speed = _pooled(better, _decoding) / _pooled(worse, _decoding)
         cells += f" | {speed:.2f} ({around[0]:.2f}-{around[1]:.2f})"
+        deciding = around if sign.get("by") == "speed" else spread
     else:
         cells += " | -"
-    verdict = "yes" if spread[0] > 1 else "no" if spread[1] < 1 else "open"
+    verdict = "yes" if deciding[0] > 1 else "no" if deciding[1] < 1 else "open"
     return f"| {sign['says']} | {sign['better']} / {sign['worse']} | {where} | {cells} | {verdict} |"
 
 
