@@ -7,6 +7,8 @@ import torch
 from conftest import tiny_llama
 from safetensors.torch import save_file
 from scripted import prompts
+from test_sampling_law import PROMPT, REQUESTS, TOKENS, V, exact_law, p_value
+from test_sampling_law import target as law_target
 from test_unroll_assistant import DOCUMENTS, pack
 
 from hf_specdraft.acceptance import AcceptanceHead, load_published
@@ -88,6 +90,24 @@ def test_the_product_of_all_ratings_decides(threshold, length):
     session.observe(Commit([[5, 6, 7]]))
     draft = session.propose(Context(torch.tensor([7]), [2], [6], 6, more=policy.more))
     assert int(draft.valid.sum()) == length
+
+
+def test_sampled_output_has_the_targets_law():
+    """With a head that stops some drafts at two tokens, some later."""
+    torch.manual_seed(4)
+    fields = dict(num_assistant_tokens=4, policy={"name": "specdecpp", "threshold": 0.6, "shortest": 2})
+    drafter = AssistantDrafter.from_model(tiny_llama(3, vocab=V), acceptance_head={"num_layers": 0}, **fields).eval()
+    out = law_target().generate(
+        torch.tensor([PROMPT] * 2500),
+        do_sample=True,
+        max_new_tokens=6,
+        assistant_model=drafter,
+        return_dict_in_generate=True,
+        **REQUESTS["temperature"].settings,
+    )
+    assert p_value(out.sequences[:, len(PROMPT) :][:, :TOKENS], exact_law("temperature")) > 1e-4
+    counts = out.speculation.offered_by_depth
+    assert 0.1 * counts[1] < counts[2] < 0.9 * counts[1]
 
 
 # Weights --------------------------------------------------------------------------------------------------------------
@@ -224,6 +244,11 @@ def test_a_head_learns_alone_to_tell_good_tokens_from_bad_ones():
     order, third = says.argsort(), len(says) // 3
     low, middle, high = (float(accept[part].mean()) for part in (order[:third], order[third:-third], order[-third:]))
     assert low < middle < high
+    # Without the weight of rejections the ratings are chances: where s = a / (a + 6 (1 - a)), a is 6 s / (1 + 5 s).
+    chance = 6 * says / (1 + 5 * says)
+    assert float(says.mean()) < float(accept.mean()) - 0.05
+    for part in (order[:third], order[third:-third], order[-third:]):
+        assert float(chance[part].mean()) == pytest.approx(float(accept[part].mean()), abs=0.12)
 
 
 def test_config_names_the_head():

@@ -277,15 +277,16 @@ def joint(policy, table: Tensor, demote: bool | None = None) -> Tensor:
     return out
 
 
-def test_dspark_stops_early_and_that_keeps_the_law(monkeypatch):
+@pytest.mark.parametrize("name", ["dspark_batch", "forespark"])
+def test_an_early_stop_keeps_the_law(name, monkeypatch):
     """A first column alone does not pay; a second one does where a row's second token is sure: after an A."""
     seconds = {1: 1.0, 2: 1.7, 4: 1.8}  # of one, two, three columns: on a line between the last two
     table = torch.tensor([[1.0, 0.0], [1.0, 0.0]])
     prices = Prices(PassTimes({}, lambda rows, tokens, context: seconds[tokens]), PassTimes({}, lambda *a: 0.0))
-    assert joint(made("dspark_batch", prices, batch=2, length=2), table).tolist() == pytest.approx(P)
+    assert joint(made(name, prices, batch=2, length=2), table).tolist() == pytest.approx(P)
     best = Growth.best
     monkeypatch.setattr(Growth, "best", lambda self, rate, last=None, stops_early=False: best(self, rate, last))
-    looking_on = joint(made("dspark_batch", prices, batch=2, length=2), table)
+    looking_on = joint(made(name, prices, batch=2, length=2), table)
     assert looking_on[0] == pytest.approx(0.775), "only two Bs are dropped unseen"
 
 
@@ -294,6 +295,21 @@ def test_an_early_stop_does_not_look_past_what_brings_nothing():
     growth = Growth(torch.tensor([[1.0, 1.0, 1.0]]), packed=True)
     rates = [1.0, 2.0, 2.0, 3.0]
     assert growth.best(rates.__getitem__, stops_early=True) == 1 and growth.best(rates.__getitem__) == 3
+
+
+def test_dspark_makes_point_rows_of_confidences_that_saw_their_own_tokens():
+    for kind, stays in (("prior", True), ("pre", True), ("own", False)):
+        draft = confident(falling(R, D, 0), kind)
+        draft.law = law_of(draft)
+        assert (made("dspark_batch", priced(node=0.3, packed=True)).cut(draft, [True] * R).law is not None) == stays
+
+
+def test_dspark_counts_rows_that_go_on():
+    """A finished row gets no token of the pass: what is gained then weighs more."""
+    draft = confident(torch.tensor([[0.5, 0.1], [-1.0, -1.0]]))
+    for going, kept in (([True, False], [1, 0]), ([True, True], [0, 0])):
+        policy = made("dspark_batch", priced(node=0.4, packed=True), batch=2, length=2)
+        assert lengths(policy.cut(draft, going)) == kept
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -403,6 +419,15 @@ def test_forespark_drafts_more_where_choosing_has_gained():
     drafted = confident(torch.where(torch.arange(8) < torch.tensor(more)[:, None], after, -1.0))
     kept = lengths(policy.cut(drafted, [True] * R))
     assert sum(more) > few and sum(kept) <= policy._budget < sum(more)
+
+
+def test_forespark_verifies_no_more_than_planned():
+    """Though all that was drafted beyond it turns out sure."""
+    policy = made("forespark", priced(node=0.1, packed=True), kappas=(1.0, 1.5), length=8)
+    policy.gains[1.5] = 1.3
+    drafted = planned(policy, torch.tensor([[0.6**n for n in range(1, 9)]] * R))
+    sure = torch.where(torch.arange(8) < torch.tensor(drafted)[:, None], 0.99, -1.0)
+    assert sum(lengths(policy.cut(confident(sure), [True] * R))) == policy._budget < sum(drafted)
 
 
 def test_forespark_leaves_drawn_rows_whose_confidence_saw_their_tokens():

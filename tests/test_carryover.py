@@ -1,5 +1,6 @@
 """Carryover: a draft reads the target's states of the tokens that were rejected last, and no later draft does."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -103,6 +104,7 @@ def test_without_rejected_rows_it_is_the_plain_drafter(view):
     """The card's check 1, bit for bit."""
     base = make_drafter()
     drafter = base.grown(carryover=True)
+    assert not drafter.carry_embedding.any() and not make_drafter(carryover=True).carry_embedding.any()
     torch.nn.init.normal_(drafter.carry_embedding)
     sessions = [one.start(view, 2) for one in (base, drafter)]
     spans = [(0, 0, 6), (1, 0, 9)]
@@ -281,6 +283,40 @@ def test_the_second_draft_in_training_is_that_of_decoding(rule, causal, world, v
             torch.testing.assert_close(unrolled.hidden[index], want, atol=1e-4, rtol=0)
             carried += count
     assert carried > 20 and not any(unrolled.mask[i, 0] for rest in pairs.values() for i in rest)
+
+
+def test_accepted_rows_are_not_carried_in_training(world, view):
+    """Of a target that accepts 0, 1, 2 or all 3 of a draft's tokens, by the anchor's column."""
+    model, drafter, batch = world
+    told = batch.verify
+
+    def verify(batch, columns, drafts):
+        features, choices = told(batch, columns, drafts)
+        right = torch.arange(3) < (columns % 4)[..., None]
+        choices[..., :3] = torch.where(right, drafts, (drafts + 1) % 60)
+        return features, choices
+
+    given = replace(batch, verify=verify)
+    with torch.no_grad():
+        unrolled = drafter.unroll(view, given, anchors=None, mode={"name": "carryover", "dropout": 0.0})
+    starts, seen = unrolled.anchors.tolist(), set()
+    for anchor in range(int(OTHER[1].int().argmax()), len(OTHER[0]) - 1):
+        features = batch.features[1]
+        new = anchor + anchor % 4 + 1
+        if new >= len(OTHER[0]) - 1:
+            continue
+        session = drafter.start(view, 1)
+        session.observe(Commit([[0]], Features(features[None, :anchor], [anchor], [0])))
+        draft = session.propose(context([int(OTHER[0][anchor])], [anchor]))
+        states, _ = told(batch, torch.tensor([[0], [anchor]]), torch.cat((draft.tokens, draft.tokens))[:, None])
+        count = 3 - anchor % 4
+        left = Features(states[1:, 0, 3 - count :], [count], [new]) if count else None
+        session.observe(Commit([[0]], Features(features[None, anchor:new], [new - anchor], [anchor]), left))
+        want = session.propose(context([int(OTHER[0][new])], [new])).evidence.hidden[0]
+        mine = [unrolled.hidden[i] for i, start in enumerate(starts) if start == batch.input_ids.shape[1] + new]
+        assert any(torch.allclose(hidden, want, atol=1e-4) for hidden in mine)
+        seen.add(count)
+    assert seen == {0, 1, 2, 3}
 
 
 def test_the_loss_reaches_the_mark_through_the_second_draft_only(world, view):

@@ -1,6 +1,7 @@
 """DraftLoss against the same computed whole in float64, its memory, and simulated decoding against decoding."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -204,6 +205,29 @@ def test_four_micro_batches_make_the_step_of_one_batch(view, weighting, normalis
     for one, two, other in zip(got, known, wanted):
         torch.testing.assert_close(one, other)
         torch.testing.assert_close(two, other)
+
+
+@pytest.mark.parametrize("weighting", ["decay", "dpace"])
+def test_an_anchors_weight_is_its_share_of_the_loss(view, weighting, monkeypatch):
+    """As of DLoop's first and last stages: none leaves it out, a half counts half."""
+    drafter, batch = make_drafter(), make_batch()
+    anchors, loss = batch.loss_mask.flatten().nonzero().flatten(), DraftLoss({"ce": 0.5, "reverse_kl": 0.5}, weighting)
+    some, rest = (loss(drafter, view, batch, law, anchors=part) for part in (anchors[::2], anchors[1::2]))
+    unroll = TableDrafter.unroll
+
+    def weighed(first: float, second: float):
+        def unrolled(*args, **options):
+            made = unroll(*args, **options)
+            return replace(made, weight=torch.tensor([first, second]).repeat(len(anchors))[: len(made.mask)])
+
+        monkeypatch.setattr(TableDrafter, "unroll", unrolled)
+        return loss(drafter, view, batch, law, anchors=anchors)
+
+    torch.testing.assert_close(weighed(1.0, 0.0)["loss"], some["loss"])
+    for first, second in ((0.5, 0.5), (1.0, 0.5)):
+        both = weighed(first, second)
+        for name in ("numerator", "denominator"):
+            torch.testing.assert_close(both[name], first * some[name] + second * rest[name])
 
 
 def test_no_anchors_is_no_loss(view):

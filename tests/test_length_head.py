@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from scripted import prompts
 from test_trainer import make_drafter, make_target, rows
 
-from hf_specdraft.drafters import AutoDrafter
+from hf_specdraft.draft import Commit, Context, Features
+from hf_specdraft.drafters import AutoDrafter, TargetView
 from hf_specdraft.drafters.block import BlockConfig, BlockDrafter
 from hf_specdraft.length_head import LengthHead, length_label, verified_length
 from hf_specdraft.parts import Scored
@@ -244,6 +245,26 @@ def test_the_block_is_the_same_with_a_head():
             target.generate(**inputs, assistant_model=drafter, do_sample=True, temperature=4.0, max_new_tokens=24)
         )
     assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_a_call_shows_the_head_whole_blocks_as_training_does(kind):
+    """The anchor's slot and all others, however few tokens are to be drafted."""
+    torch.manual_seed(1)
+    drafter = BlockDrafter(BlockConfig.tiny(length_head={"kind": kind, "bottleneck": 4})).eval()
+    torch.nn.init.normal_(drafter.length_head.out.weight if kind == "two_model" else drafter.length_head.proj[2].weight)
+    view, shares = TargetView(tiny_llama()), []
+    features = torch.randn(1, 6, 64)
+    for length in (1, 3):
+        session = drafter.start(view, 1)
+        session.observe(Commit([[0] * 6], Features(features, [6], [0])))
+        draft = session.propose(Context(torch.tensor([5]), [6], [length], length))
+        shares.append(draft.evidence.share)
+    ids, at = torch.tensor([[5, 63, 63, 63]]), torch.arange(6)[None]
+    with torch.no_grad():
+        hidden = drafter(ids, features, at, 6 + torch.arange(4)[None]).last_hidden_state
+        torch.testing.assert_close(shares[1], drafter.length_head.share(drafter, view, hidden))
+    torch.testing.assert_close(shares[0], shares[1])
 
 
 def test_trees_have_no_one_length():

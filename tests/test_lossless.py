@@ -158,6 +158,15 @@ def test_a_copy_of_the_target_is_always_right(name, lengths):
     assert stats.rounds == [math.ceil((NEW_TOKENS - 1) / (K + 1))] * len(lengths)
 
 
+@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+def test_float64(tree):
+    model = copy.deepcopy(target("llama")).double()
+    texts = [model.generate(torch.tensor([row]), max_new_tokens=NEW_TOKENS, do_sample=False) for row in prompts()]
+    answers = [text[0].tolist() for text in texts]
+    assert_scripted(model, answers, [SCRIPTS["mixed"]], tree)
+    assert_equals_plain(model, answers, BlockDrafter(BlockConfig.tiny(policy="fixed", tree_nodes=6 * tree)).eval())
+
+
 # ---- the matrix means what it says ----
 
 

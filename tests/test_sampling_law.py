@@ -84,6 +84,10 @@ REQUESTS = {
     "penalty": Request(
         dict(temperature=4.0, top_k=0, repetition_penalty=1.3), [lp.RepetitionPenaltyLogitsProcessor(1.3), WARM]
     ),
+    "penalty_and_top_p": Request(
+        dict(temperature=4.0, top_k=0, top_p=0.8, repetition_penalty=1.3),
+        [lp.RepetitionPenaltyLogitsProcessor(1.3), WARM, lp.TopPLogitsWarper(0.8)],
+    ),
     "own_processor": Request(
         dict(temperature=4.0, top_k=4, logits_processor=OWN), [*OWN, WARM, lp.TopKLogitsWarper(4)]
     ),
@@ -314,6 +318,12 @@ def test_own_laws(drafter, request_name):
     assert_fits(DRAFTERS[drafter](), request_name)
 
 
+@pytest.mark.slow
+def test_a_penalty_under_a_nucleus():
+    """What the nucleus holds then depends on the tokens before it."""
+    assert_fits(DRAFTERS["drawn chain, rule E"](), "penalty_and_top_p")
+
+
 def test_temperature_alone():
     """Rule A then goes through the fused kernel. Rule E accepts more."""
     by_block, by_token = (assert_fits(DRAFTERS[f"drawn chain, rule {rule}"](), "temperature").accepted for rule in "EA")
@@ -467,7 +477,9 @@ def test_wrong_verification_is_noticed(monkeypatch, fault):
     assert_misfits(DRAFTERS["drawn and point rows mixed"](), "all_warpers")
 
 
-@pytest.mark.parametrize("request_name", ["penalty", "own_processor"])
+@pytest.mark.parametrize(
+    "request_name", ["penalty", pytest.param("penalty_and_top_p", marks=pytest.mark.slow), "own_processor"]
+)
 def test_processors_that_see_the_prompt_only_are_noticed(monkeypatch, request_name):
     """Field case 30 in sampling: the penalty is computed without the drafted tokens."""
     monkeypatch.setattr(Rows, "prefix", lambda self, row, ahead=(): self.prompt[row])

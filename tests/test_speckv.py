@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,16 @@ from hf_specdraft.draft import Partial
 from hf_specdraft.drafters.assistant import AssistantDrafter
 from hf_specdraft.drafters.block import BlockConfig, BlockDrafter
 from hf_specdraft.policies import Costs, FixedLength, base
-from hf_specdraft.policies.speckv import FEATURES, Controller, Record, SpecKV, best_length, collect, fit
+from hf_specdraft.policies.speckv import (
+    FEATURES,
+    Controller,
+    Record,
+    SpecKV,
+    best_length,
+    collect,
+    compression_of,
+    fit,
+)
 
 OPTIONS = (2, 4, 6, 8)
 
@@ -124,6 +134,40 @@ def test_a_round_is_chosen_by_the_rounds_before_it(controller):
     policy.observe([0, 1], [4, 4], [[1] * 5, [1]])
     assert policy.before([0, 1]) == [8, 2]
     assert policy.before([1]) == [2], "by row, whoever has left"
+
+
+def test_features_are_those_published():
+    """Entropy (nats) and largest probability of the tokens offered, their means and worst ones, in running means."""
+    target = SimpleNamespace(is_loaded_in_4bit=True)
+    situation = base.Situation(target, SimpleNamespace(is_sequential=True), 1, 8, FixedLength(4))
+    situation.costs = lambda depth: Costs()
+    policy, told = SpecKV(situation, lengths=(4,)), []
+    even, sure = [0.25] * 4, [0.7, 0.1, 0.1, 0.1]
+    nats = -(0.7 * math.log(0.7) + 0.3 * math.log(0.1))
+    # The third token was cut: it tells nothing.
+    for laws in ((even, sure, [0.97, 0.01, 0.01, 0.01]), (sure, sure)):
+        policy.before([0])
+        for step, law in enumerate(laws, 1):
+            policy.more(Partial(step, torch.zeros(1, dtype=torch.long), torch.tensor([law]).log()))
+        policy.observe([0], [2], [[1, 1]])
+        told.append(policy._features[0].tolist())
+    first = [(math.log(4) + nats) / 2, (0.25 + 0.7) / 2, math.log(4), 0.25, 2.0]
+    assert told[0] == pytest.approx(first)
+    assert told[1] == pytest.approx([(old + new) / 2 for old, new in zip(first, [nats, 0.7, nats, 0.7, 2.0])])
+    codes = [compression_of(SimpleNamespace(**{f"is_loaded_in_{bits}bit": True})) for bits in (16, 8, 4)]
+    assert codes == [0, 1, 2]
+
+
+def test_more_tokens_are_never_accepted_more_often():
+    """Whatever the weights say of levels."""
+    rising = Controller()
+    with torch.no_grad():
+        rising.inner.weight.zero_()[:, -1] = 1.0
+        rising.inner.bias.zero_()
+        rising.outer.weight.fill_(0.1)
+        rising.outer.bias.fill_(-3.0)
+    gains = rising.expected(torch.zeros(1, 5), 8).diff(dim=1)
+    assert (gains.diff(dim=1) <= 1e-6).all() and gains[0, -1] == pytest.approx(float(gains[0, 0]), abs=1e-5)
 
 
 @pytest.mark.parametrize("family", ["assistant", "block"])

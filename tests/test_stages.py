@@ -9,7 +9,7 @@ import pytest
 import torch
 from bias import distance
 from targets import NEW_TOKENS, padded, plain, prompts, target
-from test_block import RULES, commit, context, make_drafter, make_target, states
+from test_block import RULES, WIDTH, commit, context, make_drafter, make_target, states
 from test_lossless import assert_equals_plain
 from test_sampling_law import PROMPT, REQUESTS, V, exact_law, p_value
 from test_sampling_law import target as law_target
@@ -197,6 +197,37 @@ def test_failfast_extends_sure_drafts(forced, monkeypatch):
     stats = assert_equals_plain(target("llama"), answers, drafter)
     assert offered[0].valid.sum() == length
     assert stats.offered_by_depth[0] == len(offered) and stats.acceptance == 1
+
+
+@pytest.mark.parametrize("wrong", range(1, 12))
+def test_failfast_draft_that_fails_at_each_place(wrong, monkeypatch):
+    """A draft of four chunks, the last one short, whose token `wrong` is not the target's, in every round."""
+    answers, begun = plain("llama", None, (8,)), []
+    propose, observe = BlockSession.propose, BlockSession.observe
+    scripted_blocks(monkeypatch, answers)
+    block_pass, heard = BlockSession.block_pass, []
+
+    def misled(session, request, slots, ids=None):
+        block = block_pass(session, request, slots, ids)
+        slot = begun[-1] + wrong - request.position[0] - 1
+        if 0 <= slot < block.logits.shape[1]:
+            block.logits[0, slot] = block.logits[0, slot].roll(1)
+        return block
+
+    def proposing(session, request):
+        begun.append(request.position[0])
+        return propose(session, request)
+
+    def hearing(session, news):
+        heard.append(len(news.tokens[0]))
+        observe(session, news)
+
+    for name, spy in (("block_pass", misled), ("propose", proposing), ("observe", hearing)):
+        monkeypatch.setattr(BlockSession, name, spy)
+    policy = {"name": "failfast", "max_draft": 11}
+    assert_equals_plain(target("llama"), answers, make_drafter(draft_vocab_size=None, policy=policy))
+    rounds = (NEW_TOKENS - 1) // wrong
+    assert heard[1 : 1 + rounds] == [wrong] * rounds, "as many as before it, and the target's own"
 
 
 def test_failfast_is_lossless_whatever_is_rejected():
@@ -424,6 +455,23 @@ def test_loss_of_the_last_stage_reaches_its_own_parts(view):
     with pytest.raises(ValueError, match="max_stages above 1"):
         make_drafter().train().unroll(view, batch, mode="loop")
     assert make_drafter(max_stages=2).eval().unroll(view, batch, anchors=None).drafts is None
+
+
+@pytest.mark.parametrize("detach", [True, False])
+def test_the_loss_of_the_last_stage_goes_back_to_the_first_where_it_may(detach, view):
+    """A text of distinct tokens, of which the first ones stand in no later block: only as anchors of first ones."""
+    drafter = make_drafter(max_stages=2, draft_vocab_size=None).train()
+    text = torch.arange(1, 21), torch.arange(20) >= 0, torch.randn(20, WIDTH)
+    for seed in range(9):
+        drawn = torch.Generator().manual_seed(seed)
+        mode = {"name": "loop", "detach": detach}
+        unrolled = drafter.unroll(view, pack([[text]]), anchors=None, mode=mode, generator=drawn)
+        if unrolled.drafts is not None:
+            break
+    unrolled.hidden[~unrolled.drafts].square().sum().backward()
+    first = unrolled.anchors[~unrolled.drafts].min() + 1  # the token's id
+    gradient = drafter.embed_tokens.weight.grad
+    assert gradient[first + K :][:K].any() and gradient[first : first + K].any() != detach
 
 
 def test_only_the_draft_of_a_round_tells_what_drafts_are_worth(view):
