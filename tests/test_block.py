@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conftest import tiny_llama
 from scipy.stats import chi2_contingency
 from transformers import AutoConfig, AutoModel, LlamaConfig, LlamaForCausalLM
 
@@ -325,6 +326,25 @@ def test_trees_hold_the_likeliest_paths(view):
             assert chance == pytest.approx(draft.confidence[b, node].item(), rel=1e-4)
     chain = session.propose(context([1, 2], [8, 5], [3, 1]))
     assert chain.is_chain
+
+
+def test_a_certain_tree_of_as_many_nodes_drafts_as_the_chain():
+    """ddtree.md, check 2: the same text by the same rounds."""
+    target, sizes = tiny_llama(vocab=5, seed=2), dict(vocab_size=5, mask_token_id=4, draft_vocab_size=None)
+    drafter = make_drafter(**sizes, policy="fixed")
+    # The best token of each slot has all of its probability.
+    best = lambda logits: logits.masked_fill(logits < logits.amax(-1, keepdim=True), -torch.inf)  # noqa: E731
+    drafter.lm_head.register_forward_hook(lambda module, inputs, logits: best(logits))
+    prompt, outs = torch.tensor([[1, 2, 3], [3, 1, 1]]), []
+    for nodes in (0, drafter.config.num_drafts):
+        drafter.config.tree_nodes = nodes
+        settings = dict(max_new_tokens=40, do_sample=False, return_dict_in_generate=True)
+        outs.append(target.generate(prompt, assistant_model=drafter, **settings))
+    chain, tree = outs
+    assert torch.equal(chain.sequences, tree.sequences)
+    assert chain.speculation.rounds == tree.speculation.rounds
+    assert chain.speculation.accepted_by_depth == tree.speculation.accepted_by_depth
+    assert 0 < chain.speculation.accepted < chain.speculation.verified
 
 
 def test_borrowed_parts_come_from_the_target(view):

@@ -1,6 +1,7 @@
 """Editors: drafts that are read again, the gate between passes, their training, and the law of what is drawn."""
 
 import math
+from dataclasses import replace
 from functools import cache
 from itertools import permutations, product
 
@@ -28,7 +29,7 @@ from test_unroll_block import (
 from torch.nn import functional as F
 
 from hf_specdraft import AutoDrafter, BlockConfig, BlockDrafter
-from hf_specdraft.draft import Draft
+from hf_specdraft.draft import Commit, Context, Draft, Features
 from hf_specdraft.drafters.base import TargetView
 from hf_specdraft.drafters.block import BlockSession
 from hf_specdraft.drafters.block.editing import CavityGate, calibrated_shift, cavity_log_prob, self_evidence
@@ -109,6 +110,39 @@ def test_a_pass_reads_each_token_in_its_own_place(anchor_drafts, monkeypatch, vi
         assert after[0][0][1:] == before[2][0][:3]
     # Two tokens are wanted: the last pass says no more, but the whole block was edited.
     assert len(second[2][0]) == slots and len(third[2][0]) == 2
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("anchor_drafts", [False, True])
+def test_the_draft_is_the_last_passs_word_or_the_one_its_gate_keeps(anchor_drafts, gated, view):
+    """Tokens, logits and law, of passes over the same context."""
+    gate = {"name": "cavity", "accept_unscored": False} if gated else None
+    fields = dict(anchor_drafts=anchor_drafts, draft_vocab_size=None, edit_passes=2, edit_early_exit=False)
+    drafter, rows = make_drafter(**fields, edit_gate=gate), 12
+    session, depth, size = drafter.start(view, rows), drafter.config.num_drafts, drafter.config.block_size
+    session.observe(
+        Commit([[1]] * rows, Features(torch.randn(rows, 6, drafter.fc.in_features), [6] * rows, [0] * rows))
+    )
+    context = Context(torch.arange(rows), [6] * rows, [depth] * rows, depth)
+    draft, drawn = session.propose(context), session.propose(replace(context, do_sample=True))
+    slots, ids, logits = slice(drafter.config.first_slot, drafter.config.first_slot + depth), None, []
+    for _ in range(3):
+        logits.append(session.block_pass(context, slots, ids).logits)
+        ids = torch.cat((context.anchor[:, None], logits[-1].argmax(-1)), 1)[:, :size]
+    logits = torch.stack(logits)
+    tokens = logits.argmax(-1)
+    assert (tokens[0] != tokens[1]).any() and (tokens[1] != tokens[2]).any()
+    number = torch.full((rows,), 2)
+    if gated:
+        first, second = (drafter.config.gate.energy(logits[n + 1], tokens[n], size - 1) for n in (0, 1))
+        number = (second < first).long()
+        assert 0 < number.sum() < rows
+    kept = logits[number, torch.arange(rows)]
+    assert torch.equal(draft.tokens, kept.argmax(-1))
+    torch.testing.assert_close(draft.evidence.logits, kept)
+    assert (drawn.law is None) == gated
+    if not gated:
+        torch.testing.assert_close(drawn.law.probs, kept.softmax(-1))
 
 
 def test_drafts_of_several_passes_do_not_depend_on_the_batch_or_on_early_exit():
@@ -251,46 +285,71 @@ def sudokus() -> torch.Tensor:
 
 
 def test_energy_falls_when_a_duplicated_digit_is_mended():
-    """drlm.md, check 3, by the exact denoiser, the posterior over all grids: no cell looks worse than the wrong one."""
-    grids, rate, gate = sudokus(), 0.3, CavityGate(rate=0.3)
+    """drlm.md, check 3, by the exact denoiser, the posterior over all grids. Raw confidence takes some grids of two
+    wrong digits for better than with one of them mended."""
+    grids, rate = sudokus(), 0.3
     assert len(grids) == 288
 
     def laws(x):
-        weights = torch.where(grids == x, 1 - rate + rate / 4, rate / 4).double().prod(1)
-        return torch.stack([(weights[:, None] * (grids == digit)).sum(0) for digit in range(4)], 1) / weights.sum()
+        """[N, 16, 4] of grids [N, 16]."""
+        weights = torch.where(x[:, None] == grids, 1 - rate + rate / 4, rate / 4).double().prod(-1)
+        return torch.einsum("ng,gid->nid", weights / weights.sum(1, keepdim=True), F.one_hot(grids, 4).double())
 
-    for number in range(0, 288, 37):
-        right = grids[number]
-        for cell in range(16):
-            wrong = right.clone()
-            wrong[cell] = (wrong[cell] + 1) % 4
-            energies = [gate.energy(laws(x)[None].log(), x[None], 16).item() for x in (wrong, right)]
-            assert energies[1] < energies[0]
-            cavity = cavity_log_prob(laws(wrong).log(), wrong, self_evidence(rate, 4))
-            assert cavity.argmin() == cell
+    def changed(x, cell, by):
+        x = x.clone()
+        x[cell] = (x[cell] + by) % 4
+        return x
+
+    right, cells = grids[0], range(16)
+    once = [changed(right, cell, 1) for cell in cells]
+    cavity = cavity_log_prob(laws(torch.stack(once)).log(), torch.stack(once), self_evidence(rate, 4))
+    assert cavity.argmin(1).tolist() == [*cells]  # no cell looks worse than the wrong one
+    pairs = [(wrong, right) for wrong in once]
+    for a, b in permutations(cells, 2):
+        for by in product((1, 2, 3), repeat=2):
+            mended = changed(right, a, by[0])
+            pairs.append((changed(mended, b, by[1]), mended))
+    wrong, mended = map(torch.stack, zip(*pairs))
+    before, after = laws(wrong).log(), laws(mended).log()
+    gate, raw = CavityGate(rate=rate), CavityGate(rate=1.0)  # of tokens that gave no evidence for themselves
+    assert (gate.energy(after, mended, 16) < gate.energy(before, wrong, 16)).all()
+    misled = raw.energy(after, mended, 16) > raw.energy(before, wrong, 16)
+    assert misled.sum() > 50
 
 
-def test_accepted_rounds_lower_the_energy(view, monkeypatch):
+def test_the_energy_weighs_its_slots_and_corrects_those_that_were_read():
+    """Three slots, the last of which never stood in the block."""
+    logits, tokens = torch.randn(2, 3, 5), torch.tensor([[0, 4, 2], [1, 1, 3]])
+    odds, rate = (logits.softmax(-1).gather(-1, tokens[..., None])[..., 0]).logit(), 0.2
+    for shift in (None, [1.0, -2.0, 3.0]):
+        gate = CavityGate(rate=rate, slot_gamma=2.0, shift=shift)
+        told = torch.tensor([*(shift or [self_evidence(rate, 5)] * 3)[:2], 0.0])
+        want = -(torch.tensor([1.0, math.exp(-0.5), math.exp(-1)]) * F.logsigmoid(odds - told)).sum(1)
+        torch.testing.assert_close(gate.energy(logits, tokens, 2), want)
+
+
+@pytest.mark.parametrize(("passes", "accept_unscored"), [(5, False), (3, True)])
+def test_accepted_rounds_lower_the_energy(passes, accept_unscored, view):
     """drlm.md, check 4: by every pass's energies, the gate keeps the draft of the lowest, of those up to the first that
-    does not fall."""
-    fields = dict(edit_passes=5, edit_gate={"name": "cavity", "slot_gamma": 3.0, "accept_unscored": False})
-    drafter = make_drafter(block_size=8, **fields)
+    does not fall; or the last pass's, which none has read, where all fell."""
+    gate = {"name": "cavity", "slot_gamma": 3.0, "accept_unscored": accept_unscored}
+    drafter = make_drafter(block_size=8, edit_passes=passes, edit_gate=gate)
     reading = reading_of(drafter, view, pack([[SHORT, LONG], [OTHER]]))
     with torch.no_grad():
         kept = refined(reading).best
         best, energies = [said(reading, reading.states(reading.masked()))[0]], []
-        for _ in range(5):
+        for _ in range(passes):
             now, _, energy = said(reading, reread(reading, drafter.target_ids(best[-1])), best[-1])
             best.append(now)
             energies.append(energy)
     energies, drafts, stops = torch.stack(energies), torch.stack(best), []
     for row in range(len(kept)):
         n = 1
-        while n < 5 and energies[n, row] < energies[n - 1, row] and (drafts[n, row] != drafts[n - 1, row]).any():
+        while n < passes and energies[n, row] < energies[n - 1, row] and (drafts[n, row] != drafts[n - 1, row]).any():
             n += 1
-        assert torch.equal(kept[row], drafts[n - 1, row])
         stops.append(n)
-    assert len(set(stops)) > 1
+        assert torch.equal(kept[row], drafts[n if n == passes and accept_unscored else n - 1, row])
+    assert len(set(stops)) > 1 and (max(stops) == passes or not accept_unscored)
 
 
 def test_calibration_expects_as_many_right_as_there_are():

@@ -207,6 +207,25 @@ def test_the_order_of_a_drafter_is_found(options, order):
         assert float((risk * weights).sum() / weights.sum()) >= rollouts._cell(rolled, 2, 1)[0]
 
 
+def test_members_count_as_their_forced_predecessor_was_likely():
+    model, (context,) = target("llama"), contexts(1)
+    rolled = rollouts.roll_out(model, context, 8, 3, 64)
+    members, weights = rolled.forced[1].dense()[:-1], rolled.log_weights[1][:-1].exp()
+    floor, _, _, size = rollouts._cell(rolled, 2, 1)
+    assert floor == pytest.approx(floors.floor(members, weights))
+    assert size == pytest.approx(floors.effective_size(weights))
+    assert abs(floor - floors.floor(members, torch.ones_like(weights))) > 1e-3
+
+
+def test_a_gap_is_above_the_floor_of_the_drafters_own_order():
+    """information-floors.md, check 5: a drafter that sees one token is not measured by what blind ones cannot avoid."""
+    report = rollouts.measure(target("llama"), contexts(2), markov_drafter(), rollouts=16, slots=3, top_k=64)
+    assert report.order == 1
+    for slot, least in zip(report.slots, (0.0, report.slots[1].floor[1], report.slots[2].floor[1])):
+        assert slot.gap == pytest.approx(slot.rejection - least) and slot.gap >= 0
+    assert report.slots[2].floor[1] < report.slots[2].floor[0] - 0.01
+
+
 def test_contexts_of_a_data_folder_end_in_anchors_of_its_held_out_texts(tmp_path):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}>"

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from itertools import product
-from time import perf_counter
 
 import pytest
 import test_sampling_law
@@ -11,6 +10,7 @@ from targets import plain, target
 from test_lossless import assert_equals_plain, listening
 from test_sampling_law import assert_fits, assert_misfits
 from test_unroll_block import LONG, OTHER, SHORT, make_target, pack
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_specdraft import BlockConfig, BlockDrafter, walkers
 from hf_specdraft.correctors.lattice import Candidates, select
@@ -90,8 +90,9 @@ def test_equal_logits_are_taken_as_the_plain_drafter_takes_them():
 # ---- lattices ----
 
 
-def test_lilicorr_starts_alive_with_scores_within_its_scale():
-    drafter = make_drafter({**LILICORR, "logit_scale": 5.0})
+@pytest.mark.parametrize("stirred", [0.0, 0.5])
+def test_lilicorr_starts_alive_with_scores_within_its_scale(stirred):
+    drafter = make_drafter({**LILICORR, "logit_scale": 5.0}, stirred)
     block = a_block(drafter)
     memory = drafter.corrector.memory(3)
     memory.observe(torch.randn(3, 2, 32), torch.zeros(3, 2), [2, 1, 2])
@@ -428,22 +429,30 @@ def test_marginals_told_as_the_law_of_a_walk_are_noticed(monkeypatch):
     assert_misfits(law_drafter({**SELECTOR, "top_k": 6}), "temperature")
 
 
-def test_a_batch_costs_no_network_per_slot():
-    """At batch 32 the head takes far less than the slots times what one row takes."""
-    drafter = make_drafter({**SELECTOR, "top_k": 8}, block_size=16)
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
 
-    def seconds(rows):
-        block = a_block(drafter, rows)
-        context = Context(block.anchor, [5] * rows, [15] * rows, 15)
-        times = []
-        for _ in range(5):
-            start = perf_counter()
-            with torch.no_grad():
-                walkers.chain(drafter, None, drafter.corrector, block, context, [15] * rows)
-            times.append(perf_counter() - start)
-        return min(times)
+    count = 0
 
-    assert seconds(32) < 15 * seconds(1)
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("corrector", CORRECTORS.values(), ids=CORRECTORS)
+@torch.no_grad()
+def test_a_walk_runs_no_network_per_slot(corrector):
+    """dcoco.md, check 5, without a clock: as many products for three slots as for fifteen."""
+    counts = []
+    for size in (4, 16):
+        drafter = make_drafter(corrector, block_size=size)
+        block = a_block(drafter)
+        lengths = [size - 1] * 3
+        context = Context(block.anchor, [5] * 3, lengths, size - 1)
+        with Products() as products:
+            walkers.chain(drafter, None, drafter.corrector, block, context, lengths)
+        counts.append(products.count)
+    assert counts[0] == counts[1] > 0
 
 
 def test_bad_options_are_refused():

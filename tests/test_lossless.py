@@ -111,6 +111,35 @@ def test_rows_of_one_batch_that_advance_unevenly(name, attention, tree):
     assert_scripted(target(name, attention), plain(name, attention), scripts, tree)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama", "qwen2_sliding"])
+def test_every_node_has_the_logits_of_a_causal_pass_over_its_path(name, monkeypatch):
+    """ddtree.md, check 3; the anchor's, behind each commit, are those of a fresh prefill. Both longer than a window."""
+    model, answers = target(name), plain(name, None, LENGTHS[:2])
+    passes, verify = [], Verifier.__call__
+
+    def spy(self, draft, logits, active):
+        passes.append((draft, logits.clone(), [(row, list(self.rows.new[row])) for row in active]))
+        return verify(self, draft, logits, active)
+
+    monkeypatch.setattr(Verifier, "__call__", spy)
+    assert_scripted(model, answers, [mixed(K), lambda r: (7 * r) % 4], True)
+    assert sum(not draft.is_chain for draft, *_ in passes) > 5
+    for draft, logits, rows in passes:
+        for b, (row, new) in enumerate(rows):
+            if len(new) == NEW_TOKENS:
+                continue
+            committed = answers[row][:-NEW_TOKENS] + new
+            paths = {-1: committed}
+            for node in range(int(draft.valid[b].sum())):
+                paths[node] = paths[int(draft.parents[b, node])] + [int(draft.tokens[b, node])]
+            # Those of one length in one pass, each over its whole text.
+            for length in {len(path) for path in paths.values()}:
+                some = [node for node, path in paths.items() if len(path) == length]
+                alone = model(torch.tensor([paths[node] for node in some])).logits[:, -1]
+                torch.testing.assert_close(logits[b, [node + 1 for node in some]], alone, atol=1e-3, rtol=1e-4)
+
+
 @pytest.mark.parametrize("lengths", BATCHES)
 @pytest.mark.parametrize("family", sorted(families()))
 @pytest.mark.parametrize("name, attention, tree", FAMILY_FORMS)

@@ -257,6 +257,20 @@ def test_steps_equal_teaching_whatever_stands_beside():
         torch.testing.assert_close(scores.logits, taught[:, slot].gather(1, scores.ids), atol=1e-4, rtol=1e-4)
 
 
+def test_candidates_are_nominated_by_the_marginals():
+    """The term is the marginals' cross entropy, over all tokens, with the target's law over its best two."""
+    drafter, base, teacher = small(head={"nominate": 2}), torch.randn(1, 3, 64), torch.randn(1, 3, 64)
+    ones, context = torch.ones(1, 3, dtype=torch.long), torch.ones(1, 9, dtype=torch.long)
+    context = FusedContext(torch.randn(1, 9, 32), context, torch.arange(9)[None])
+    given = Unrolled(torch.randn(1, 3, 32), ones, ones, ones.bool(), torch.tensor([5]), previous=ones, context=context)
+    scored = drafter.corrector.teach(drafter, TargetView(tiny_target("llama")), given, base)
+    law = torch.zeros(1, 3, 64)
+    best = teacher.topk(2)
+    law.scatter_(-1, best.indices, best.values.softmax(-1))
+    want = -(law * base.log_softmax(-1)).sum(-1)
+    torch.testing.assert_close(scored.terms["nomination"](teacher, ones, ones.bool()), want)
+
+
 @pytest.mark.parametrize("tree", [0, 8])
 @pytest.mark.parametrize("name", ["llama", "qwen2_sliding", "gpt2"])
 def test_greedy_output_is_plains(name, tree):
