@@ -38,6 +38,8 @@ from hf_specdraft.training.simulation import simulate
 app = typer.Typer(add_completion=False, help=__doc__, rich_markup_mode=None)
 Config = Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Variants, methods and signs.")]
 Out = Annotated[Path, typer.Option(file_okay=False, help="Where drafters and measurements are kept.")]
+Target = Annotated[str, typer.Option(help="The model to speed up.")]
+Prompts = Annotated[list[Path], typer.Option(exists=True, help="JSON lines with id, category, turns.")]
 
 
 @app.command()
@@ -81,7 +83,7 @@ def _variant(plan: dict[str, Any], variant: dict[str, Any], out: Path) -> dict[s
 def fit(
     config: Config,
     out: Out,
-    target: Annotated[str, typer.Option(help="The model to speed up.")],
+    target: Target,
     prompts: Annotated[Path, typer.Option(exists=True, help="Training prompts, as JSON lines.")],
     data: Annotated[str, typer.Option(help="The folder of answers, whose held-out texts edits are counted on.")],
     count: Annotated[int, typer.Option(min=1, help="How many prompts are decoded.")] = 12,
@@ -118,8 +120,8 @@ def _row(row: dict[str, Any]) -> dict[str, Any]:
 def measure(
     config: Config,
     out: Out,
-    target: Annotated[str, typer.Option(help="The model to speed up.")],
-    prompts: Annotated[list[Path], typer.Option(exists=True, help="JSON lines with id, category, turns.")],
+    target: Target,
+    prompts: Prompts,
     per_category: Annotated[int, typer.Option(min=1)] = 4,
     max_new_tokens: Annotated[int, typer.Option(min=2)] = 64,
     repeats: Annotated[int, typer.Option(min=1)] = 2,
@@ -146,25 +148,19 @@ def measure(
             for record in measured:
                 lines.write(json.dumps(asdict(record)) + "\n")
                 lines.flush()
-        about = evaluation.provenance(
-            target=Path(target).name,
-            prompts={file.name: evaluation.sha256(file) for file in prompts},
-            per_category=per_category,
-            max_new_tokens=max_new_tokens,
-            repeats=repeats,
-            temperature=heat,
-            processes=parts,
-            methods={name: plan["methods"][name] for name in methods if name in plan["methods"]},
+        named = {name: plan["methods"][name] for name in methods if name in plan["methods"]}
+        counts = dict(per_category=per_category, max_new_tokens=max_new_tokens, repeats=repeats)
+        _about(
+            out / f"about-T{heat:g}.json", target, prompts, **counts, temperature=heat, processes=parts, methods=named
         )
-        (out / f"about-T{heat:g}.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
 
 
 @app.command()
 def replay(
     config: Config,
     out: Out,
-    target: Annotated[str, typer.Option(help="The model to speed up.")],
-    prompts: Annotated[list[Path], typer.Option(exists=True, help="JSON lines with id, category, turns.")],
+    target: Target,
+    prompts: Prompts,
     per_category: Annotated[int, typer.Option(min=1)] = 10,
     max_new_tokens: Annotated[int, typer.Option(min=2)] = 80,
     only: Annotated[list[str] | None, typer.Option(help="Only these methods.")] = None,
@@ -177,6 +173,8 @@ def replay(
     done = {(r.prompt, r.method) for r in replayed(file)}
     chosen = [p for f in prompts for p in evaluation.read_prompts(f, per_category)]
     specs = {m: plan["methods"][m] for m in only or plan["replayed"] if {(p.id, m) for p in chosen} - done}
+    if not specs:
+        return
     drafters = {method: evaluation.load_drafter(spec.replace("OUT", str(out))) for method, spec in specs.items()}
     model, tokenizer = evaluation.load_target(target, "float32", pack=True)
     view, loss = TargetView(model), DraftLoss("ce")
@@ -198,13 +196,15 @@ def replay(
                 record = Replayed(prompt.id, prompt.category, method, committed, passes)
                 lines.write(json.dumps(asdict(record)) + "\n")
                 lines.flush()
-    about = evaluation.provenance(
-        target=Path(target).name,
-        prompts={file.name: evaluation.sha256(file) for file in prompts},
-        per_category=per_category,
-        max_new_tokens=max_new_tokens,
-    )
-    (out / f"about-replay-{name}.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    counts = dict(per_category=per_category, max_new_tokens=max_new_tokens)
+    _about(out / f"about-replay-{name}.json", target, prompts, **counts)
+
+
+def _about(file: Path, target: str, prompts: list[Path], **settings: Any) -> None:
+    """Write what a measurement was of."""
+    sums = {path.name: evaluation.sha256(path) for path in prompts}
+    about = evaluation.provenance(target=Path(target).name, prompts=sums, **settings)
+    file.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
 
 
 @dataclass
